@@ -1,0 +1,139 @@
+"""Options: frozen dataclasses validated once. The only room that reads the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckpt_engine import events
+from ckpt_engine.errors import ConfigError
+from ckpt_engine.retention import Retention
+
+LAYOUTS = ("shared", "node-local")
+_KEPT_FOR_SAVER = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaverOptions:
+    """How the node's daemon behaves; times in seconds.
+
+    start_s: how long a rank waits for a saver to be ready. stall_s: no byte written for this long = stalled.
+    grace_s: after the first death of a rank, how long its peers may live on before the newest common snapshot
+    is persisted. linger_s: after the last death, how long snapshots wait for a restart. commit_s: how long a
+    node waits for the receipts of the others (more than the 60 s for which an NFS client may be stale).
+    sweep_after_s: age at which another node's abandoned files may be swept. retry_s: how long a failing write
+    is tried again. term_s: budget after SIGTERM.
+    """
+
+    start_s: float = 30.0
+    stall_s: float = 120.0
+    grace_s: float = 30.0
+    linger_s: float = 3600.0
+    commit_s: float = 600.0
+    sweep_after_s: float = 3600.0
+    retry_s: float = 30.0
+    term_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+                raise ConfigError(f"SaverOptions.{spec.name} must be a number of seconds >= 0, not {value!r}")
+
+    def to_dict(self) -> dict[str, float]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> SaverOptions:
+        known = {spec.name for spec in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ConfigError(f"unknown saver option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        return cls(**values)  # type: ignore[arg-type]  # validated by __post_init__
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How one engine of one rank behaves. See ``CheckpointEngine`` for what each option means to a user."""
+
+    job: str = ""
+    name: str = "default"
+    node_id: str = ""
+    layout: str = "shared"
+    slots: int = 2
+    wait_s: float = 1800.0
+    when_busy: str = "wait"
+    on_error: str = "warn"
+    threads: int = 0
+    retention: Retention = field(default_factory=Retention)
+    saver: SaverOptions = field(default_factory=SaverOptions)
+
+    def __post_init__(self) -> None:
+        for key in ("job", "name", "node_id"):
+            value = getattr(self, key)
+            if not isinstance(value, str) or len(value) > 200 or "\0" in value:
+                raise ConfigError(f"{key} must be a text of at most 200 characters, not {value!r}")
+        one_of("layout", self.layout, LAYOUTS)
+        one_of("when_busy", self.when_busy, ("wait", "skip"))
+        one_of("on_error", self.on_error, ("warn", "raise"))
+        whole("slots", self.slots, 1, 8)
+        whole("threads", self.threads, 0, 64)
+        if isinstance(self.wait_s, bool) or not isinstance(self.wait_s, int | float) or not self.wait_s >= 0:
+            raise ConfigError(f"wait_s must be a number of seconds >= 0, not {self.wait_s!r}")
+        if not isinstance(self.retention, Retention):
+            raise ConfigError(f"retention must be a Retention, not {self.retention!r}")
+        if not isinstance(self.saver, SaverOptions):
+            raise ConfigError(f"saver must be a SaverOptions, not {self.saver!r}")
+
+
+def one_of(key: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{key} must be one of {', '.join(map(repr, known))}, not {value!r}")
+
+
+def whole(key: str, value: object, low: int, high: int) -> int:
+    """``value`` as an int, if it is a whole number in [low, high]. Raises ConfigError."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ConfigError(f"{key} must be a whole number, not {value!r}")
+    number = int(value.__index__())
+    if not low <= number <= high:
+        raise ConfigError(f"{key} must be in {low}..{high}, not {number}")
+    return number
+
+
+def copy_threads(asked: int, local_world: int) -> int:
+    """Threads for one copy: what was asked, else this rank's share of the cores it may run on (1..8)."""
+    if asked:
+        return asked
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(8, cores // max(1, local_world)))
+
+
+def require_linux() -> None:
+    if sys.platform != "linux":
+        raise ConfigError(f"ckpt_engine needs Linux (POSIX shared memory and record locks); this is {sys.platform}")
+
+
+def saver_environment(package_parent: str) -> dict[str, str]:
+    """The few variables that a saver inherits; ``package_parent`` makes this very package importable there."""
+    keep = {key: value for key, value in os.environ.items() if key in _KEPT_FOR_SAVER or key.startswith("LC_")}
+    keep |= {key: value for key, value in os.environ.items() if key.startswith("CKPT_ENGINE_")}
+    keep["PYTHONPATH"] = os.pathsep.join(filter(None, (package_parent, keep.get("PYTHONPATH", ""))))
+    return keep
+
+
+def hook_from_environment() -> None:
+    """Install the event hook that ``CKPT_ENGINE_HOOK=package.module:function`` names, if it is set."""
+    spec = os.environ.get("CKPT_ENGINE_HOOK", "")
+    if not spec:
+        return
+    module, _, function = spec.partition(":")
+    try:
+        hook = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"CKPT_ENGINE_HOOK={spec!r} must be package.module:function ({error})") from error
+    if hook not in events._hooks:
+        events.add_hook(hook)
