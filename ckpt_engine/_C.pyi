@@ -7,7 +7,7 @@ does not fit 64 bits), never a crash. CRC-32 is the zip polynomial (APPNOTE.TXT 
 0xEDB88320): equal to ``zlib.crc32``.
 """
 
-from collections.abc import Buffer
+from typing_extensions import Buffer
 
 def cpu_kernels() -> list[str]:
     """Copy kernels this CPU can run, best first, e.g. ``["avx512", "avx2", "portable"]``."""

@@ -1,0 +1,44 @@
+# Every target starts from nothing: the first one run makes .venv, later ones reuse it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Small, quiet and repeatable: no accelerator is probed, no thread pool outgrows the machine, and DeepSpeed
+# keeps what it compiles in the environment.
+export DS_ACCELERATOR ?= cpu
+export OMP_NUM_THREADS ?= 1
+export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: demo test check bench matrix clean
+
+demo: $(VENV)/package.stamp
+	$(BIN)/python examples/demo.py
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/package.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/package.stamp
+	$(BIN)/python benchmarks/stall.py
+
+matrix: $(VENV)/package.stamp
+	$(BIN)/python benchmarks/matrix.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis ckpt_engine/_C.*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/requirements.stamp: requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+# The requirements are there already and pinned, so the package resolves nothing.
+$(VENV)/package.stamp: $(VENV)/requirements.stamp pyproject.toml setup.py $(wildcard csrc/*)
+	$(BIN)/pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
+	touch $@
