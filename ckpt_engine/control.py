@@ -1,0 +1,155 @@
+"""Control pages: small records in shared memory that one process writes and all others may read at any instant.
+
+A page keeps two copies and a counter; the writer fills the copy that is not current, then steps the counter.
+So a reader always finds one whole record, even if the writer was killed in the middle. Layout, little-endian::
+
+    0     magic "CKPTPAGE"
+    8     uint64 counter: copy (counter & 1) is current, 0 = nothing written yet
+    4096  copy 0: uint32 length, uint32 CRC-32, msgpack
+    10240 copy 1
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import zlib
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+import msgpack
+
+from ckpt_engine import _C, shm
+from ckpt_engine.errors import CkptError
+from ckpt_engine.states import Order
+
+_MAGIC = b"CKPTPAGE"
+_NBYTES = 16384
+_COPY = 6144
+_HEAD = struct.Struct("<II")
+
+
+@dataclass(frozen=True, slots=True)
+class RankPage:
+    """What a rank says about itself. ``entered`` is the last attempt it entered, ``outcome`` how that went."""
+
+    pid: int = 0
+    rank: int = -1
+    incarnation: int = 0
+    local_world: int = 1
+    slots: int = 0
+    generation: int = 0
+    run: str = ""
+    entered: Order = (0, 0)
+    outcome: str = ""  # "", filling, sealed, failed
+    reason: str = ""
+    errno: int = 0
+    goodbye: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one attempt ended: ``status`` is committed, failed or cancelled."""
+
+    order: Order
+    run: str
+    status: str
+    kind: str = ""  # class name in errors, for a failure
+    rank: int = -1
+    reason: str = ""
+    op: str = ""
+    path: str = ""
+    errno: int = 0
+    need_bytes: int = 0
+    free_bytes: int = 0
+    missing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SaverPage:
+    """What the saver says about itself; ``outcomes`` is the ring of the newest endings, newest last."""
+
+    pid: int = 0
+    version: str = ""
+    epoch: int = 0
+    ready: bool = False
+    leaving: bool = False
+    outcomes: tuple[Outcome, ...] = field(default_factory=tuple)
+
+
+_T = TypeVar("_T", RankPage, SaverPage)
+
+
+def _revive(kind: type[Any], values: dict[str, Any]) -> Any:
+    known = {spec.name for spec in fields(kind)}
+    clean = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in known}
+    if kind is SaverPage:
+        clean["outcomes"] = tuple(_revive(Outcome, item) for item in clean.get("outcomes", ()))
+    return kind(**clean)
+
+
+class Page:
+    """One control page; ``write`` only in the process that owns it."""
+
+    def __init__(self, mapping: shm.Mapping) -> None:
+        self._mapping = mapping
+        self._mutex = threading.Lock()
+
+    @classmethod
+    def own(cls, name: str) -> Page:
+        """Open or create the page that this process is going to write. REQUIRES: its lock file is held."""
+        mapping = shm.open_existing(name)
+        if mapping is not None and mapping.nbytes != _NBYTES:
+            mapping.close()
+            mapping = None
+        if mapping is None:
+            shm.unlink(name)  # torn by the death of its creator, and its lock is ours
+            mapping = shm.create(name, _NBYTES)
+        mapping.memory[: len(_MAGIC)] = _MAGIC
+        return cls(mapping)
+
+    @classmethod
+    def find(cls, name: str) -> Page | None:
+        mapping = shm.open_existing(name)
+        if mapping is None:
+            return None
+        if mapping.nbytes != _NBYTES or mapping.memory[: len(_MAGIC)] != _MAGIC:
+            mapping.close()
+            return None
+        return cls(mapping)
+
+    def write(self, record: RankPage | SaverPage) -> None:
+        """Replace the record. After a crash: the previous one is intact."""
+        data = msgpack.packb(asdict(record))
+        if len(data) > _COPY - _HEAD.size:
+            raise CkptError(f"a control record of {len(data)} bytes does not fit its page")
+        with self._mutex:
+            counter = _C.load(self._mapping.memory, 8) + 1
+            start = 4096 + (counter & 1) * _COPY
+            self._mapping.memory[start : start + _HEAD.size + len(data)] = (
+                _HEAD.pack(len(data), zlib.crc32(data)) + data
+            )
+            _C.store(self._mapping.memory, 8, counter)
+
+    def read(self, kind: type[_T]) -> _T | None:
+        """The current record; None if nothing valid was ever written."""
+        for _ in range(100):
+            counter = _C.load(self._mapping.memory, 8)
+            if counter == 0:
+                return None
+            start = 4096 + (counter & 1) * _COPY
+            length, crc = _HEAD.unpack_from(self._mapping.memory, start)
+            data = self._mapping.memory[start + _HEAD.size : start + _HEAD.size + min(length, _COPY)]
+            if zlib.crc32(data) == crc and len(data) == length:
+                with contextlib.suppress(ValueError, TypeError, msgpack.UnpackException):
+                    return _revive(kind, msgpack.unpackb(data))  # type: ignore[no-any-return]
+            if _C.load(self._mapping.memory, 8) == counter:
+                return None
+        return None
+
+    def unlinked(self) -> bool:
+        return self._mapping.unlinked()
+
+    def close(self) -> None:
+        self._mapping.close()

@@ -1,0 +1,286 @@
+"""Staging buffers: one shared-memory segment per slot, its header, and its state machine.
+
+The header is the truth; queue messages only wake. Layout of a segment, little-endian::
+
+    0      magic "CKPTSLOT"                   40  uint64 flags: 1 cancel asked, 2 breakpoint save, 4 retired
+    8      uint64 format version              48  uint32 length, uint32 CRC-32 of the header record
+    16     uint64 state word (states.Word)    56  uint32 length, uint32 CRC-32 of the error record
+    24     uint64 bytes persisted so far
+    32     uint64 capacity in bytes
+    4096   error record, msgpack, ≤ 4 KiB: written by the saver before FAILED
+    8192   header record, msgpack: written by the rank before READY
+    262144 data: the files, each at a multiple of 4096
+
+Who writes what: the rank everything while the slot is FILLING; the saver progress and error record while it is
+PERSISTING; the state word by compare-exchange as ``states`` allows. A reader that owns nothing takes nothing: it
+reads the word, copies, verifies the CRC and reads the word again; a change means: not a snapshot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from ckpt_engine import _C, shm
+from ckpt_engine.errors import CkptError, SlotTooSmall
+from ckpt_engine.manifest import Attempt, Failure, FileEntry, RunClaim, ShardRecord
+from ckpt_engine.names import SegmentName
+from ckpt_engine.states import SNAPSHOT, Order, SlotView, State, Word, check_transition
+
+_MAGIC = b"CKPTSLOT"
+_VERSION = 1
+_WORD, _PROGRESS, _CAPACITY, _FLAGS = 16, 24, 32, 40
+_HEADER_REF, _ERROR_REF = 48, 56
+_ERROR, _HEADER = 4096, 8192
+DATA_OFFSET = 262144
+_REF = struct.Struct("<II")
+
+CANCEL, BREAKPOINT, RETIRED = 1, 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFile:
+    """One file of a shard: where it lies in the data area, and what it must be on disk."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc32: int
+    origin: str = "shard"
+
+    @property
+    def entry(self) -> FileEntry:
+        return FileEntry(self.name, self.nbytes, self.crc32, self.origin)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """All that persist and publish need to know of a snapshot: a restarted saver needs nothing else."""
+
+    attempt: Attempt
+    claim: RunClaim
+    rank: int
+    local_rank: int
+    world: int
+    node: int
+    nodes: int
+    node_ranks: tuple[int, ...]
+    layout: str
+    root: str
+    commit_dir: str
+    keep_last: int | None
+    confirmed: Order | None
+    storage: bool
+    files: tuple[SlotFile, ...]
+
+    def shard_record(self) -> ShardRecord:
+        return ShardRecord(
+            attempt=self.attempt,
+            rank=self.rank,
+            world=self.world,
+            node=self.node,
+            nodes=self.nodes,
+            node_ranks=self.node_ranks,
+            files=tuple(file.entry for file in self.files),
+            layout=self.layout,
+            resumed_from=self.claim.resumed_from,
+        )
+
+    def pack(self) -> bytes:
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        values["attempt"] = self.attempt.to_dict()
+        values["claim"] = self.claim.to_dict()
+        values["files"] = [(f.name, f.offset, f.nbytes, f.crc32, f.origin) for f in self.files]
+        packed: bytes = msgpack.packb(values, unicode_errors="surrogateescape")
+        return packed
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header:
+        values = msgpack.unpackb(data, unicode_errors="surrogateescape")
+        values["attempt"] = Attempt.from_dict(values["attempt"])
+        values["claim"] = RunClaim.from_dict(values["claim"])
+        values["files"] = tuple(SlotFile(*row) for row in values["files"])
+        values["node_ranks"] = tuple(values["node_ranks"])
+        values["confirmed"] = tuple(values["confirmed"]) if values["confirmed"] else None
+        return cls(**values)
+
+
+class Slot:
+    """One slot of one rank, mapped."""
+
+    def __init__(self, name: SegmentName, mapping: shm.Mapping) -> None:
+        self.name = name
+        self._mapping = mapping
+        self._cached: tuple[int, Header] | None = None
+
+    @classmethod
+    def create(cls, name: SegmentName, capacity: int) -> Slot:
+        """Reserve a new FREE slot for ``capacity`` bytes of files. Raises ShmFull, FileExistsError."""
+        mapping = shm.create(str(name), DATA_OFFSET + -(-capacity // shm.PAGE) * shm.PAGE)
+        _C.store(mapping.memory, 8, _VERSION)
+        _C.store(mapping.memory, _CAPACITY, mapping.nbytes - DATA_OFFSET)
+        _C.fence()
+        mapping.memory[: len(_MAGIC)] = _MAGIC
+        return cls(name, mapping)
+
+    @classmethod
+    def open(cls, name: SegmentName) -> Slot | None:
+        """Map an existing slot; None if it is gone, not born yet, or not one of ours."""
+        mapping = shm.open_existing(str(name))
+        if mapping is None:
+            return None
+        memory = mapping.memory
+        whole = mapping.nbytes > DATA_OFFSET and memory[: len(_MAGIC)] == _MAGIC
+        if not whole or _C.load(memory, 8) != _VERSION or _C.load(memory, _CAPACITY) > mapping.nbytes - DATA_OFFSET:
+            mapping.close()
+            return None
+        return cls(name, mapping)
+
+    @property
+    def memory(self) -> Any:
+        """The whole segment; files start at ``DATA_OFFSET``."""
+        return self._mapping.memory
+
+    @property
+    def capacity(self) -> int:
+        return _C.load(self.memory, _CAPACITY)
+
+    def word(self) -> Word:
+        return Word.unpack(_C.load(self.memory, _WORD))
+
+    def change(self, actor: str, old: Word, state: State, attempt: Attempt | None = None, incarnation: int = -1) -> bool:
+        """Compare-exchange ``old`` → ``state``; False if the word is not ``old`` any more.
+
+        Raises CkptError if the change is not ``actor``'s to make.
+        """
+        check_transition(actor, old.state, state)
+        new = Word(
+            state,
+            old.incarnation if incarnation < 0 else incarnation,
+            old.generation if attempt is None else attempt.generation,
+            old.seq if attempt is None else attempt.seq,
+        )
+        _C.fence()  # what was written before is visible before the word, non-temporal stores included
+        return _C.compare_exchange(self.memory, _WORD, old.pack(), new.pack())
+
+    def flags(self) -> int:
+        return _C.load(self.memory, _FLAGS)
+
+    def set_flags(self, flags: int) -> None:
+        """Set bits; each bit has one writer at a time (rank: cancel, retired; saver: breakpoint)."""
+        while not _C.compare_exchange(self.memory, _FLAGS, old := self.flags(), old | flags):
+            pass
+
+    def clear_for_fill(self) -> None:
+        """Forget flags, progress and errors of the last attempt. REQUIRES: FILLING, by us."""
+        _C.store(self.memory, _FLAGS, self.flags() & RETIRED)
+        _C.store(self.memory, _PROGRESS, 0)
+        self.memory[_HEADER_REF : _HEADER_REF + 16] = bytes(16)
+        self._cached = None
+        _C.fence()
+
+    def put_header(self, header: Header) -> None:
+        """REQUIRES: FILLING, by us. Raises SlotTooSmall if the table of files does not fit."""
+        data = header.pack()
+        if len(data) > DATA_OFFSET - _HEADER:
+            raise SlotTooSmall(
+                f"the table of {len(header.files)} files needs {len(data)} bytes, a slot header has "
+                f"{DATA_OFFSET - _HEADER}: save fewer files per rank",
+                need_bytes=len(data),
+                have_bytes=DATA_OFFSET - _HEADER,
+            )
+        self._put_record(_HEADER, _HEADER_REF, data)
+
+    def header(self) -> Header | None:
+        """The header record, if it is whole. Not yet a snapshot: see ``snapshot``."""
+        data = self._record(_HEADER, _HEADER_REF, DATA_OFFSET - _HEADER)
+        if data is None:
+            return None
+        crc = zlib.crc32(data)
+        if self._cached is not None and self._cached[0] == crc:
+            return self._cached[1]
+        with contextlib.suppress(CkptError, ValueError, TypeError, KeyError, msgpack.UnpackException):
+            header = Header.unpack(data)
+            self._cached = (crc, header)
+            return header
+        return None
+
+    def snapshot(self) -> tuple[Word, Header] | None:
+        """The sealed attempt in this slot as of now; None if there is none or it is just changing."""
+        word = self.word()
+        if word.state not in SNAPSHOT:
+            return None
+        header = self.header()
+        if header is None or _same_fill(self.word(), word) is False:
+            return None
+        if Word(word.state, word.incarnation, header.attempt.generation, header.attempt.seq).pack() != word.pack():
+            return None
+        return word, header
+
+    def view(self) -> SlotView:
+        found = self.snapshot()
+        state = found[0].state if found else self.word().state
+        return SlotView(self.name.local_rank, self.name.slot, state, found[1].attempt.order if found else None)
+
+    def add_progress_offset(self) -> int:
+        """Offset of the progress word, for ``_C.write_file``."""
+        return _PROGRESS
+
+    def progress(self) -> int:
+        return _C.load(self.memory, _PROGRESS)
+
+    def put_error(self, failure: Failure) -> None:
+        """REQUIRES: PERSISTING, by the saver."""
+        self._put_record(_ERROR, _ERROR_REF, msgpack.packb(failure.to_dict())[:4096])
+
+    def error(self) -> Failure | None:
+        data = self._record(_ERROR, _ERROR_REF, 4096)
+        if data is None:
+            return None
+        with contextlib.suppress(CkptError, ValueError, TypeError, KeyError, msgpack.UnpackException):
+            values: Mapping[str, object] = msgpack.unpackb(data)
+            return Failure.from_dict(values)
+        return None
+
+    def unlinked(self) -> bool:
+        return self._mapping.unlinked()
+
+    def close(self) -> None:
+        self._mapping.close()
+
+    def _put_record(self, start: int, ref: int, data: bytes) -> None:
+        self.memory[start : start + len(data)] = data
+        self.memory[ref : ref + _REF.size] = _REF.pack(len(data), zlib.crc32(data))
+        _C.fence()
+
+    def _record(self, start: int, ref: int, limit: int) -> bytes | None:
+        length, crc = _REF.unpack_from(self.memory, ref)
+        if not 0 < length <= limit:
+            return None
+        data: bytes = self.memory[start : start + length]
+        return data if zlib.crc32(data) == crc else None
+
+
+def _same_fill(now: Word, then: Word) -> bool:
+    """True if the slot still holds what it held: only the state may have moved, within the snapshot states."""
+    return now.state in SNAPSHOT and (now.incarnation, now.generation, now.seq) == (
+        then.incarnation,
+        then.generation,
+        then.seq,
+    )
+
+
+def open_all(names: list[SegmentName], known: dict[SegmentName, Slot]) -> dict[SegmentName, Slot]:
+    """Map what is listed, keep what is mapped already, drop what is gone."""
+    for gone in set(known) - set(names):
+        known.pop(gone).close()
+    for name in names:
+        if name not in known and (slot := Slot.open(name)) is not None:
+            known[name] = slot
+    return known
