@@ -26,11 +26,21 @@ uint32_t copy_crc_portable(uint8_t* dst, const uint8_t* src, size_t blocks) {
 
 const Kernel kPortable = {"portable", always, copy_portable, copy_crc_portable, crc_tables};
 
+namespace {
+#if defined(__x86_64__)
+const Kernel* const kCompiled[] = {&kAvx512, &kAvx2, &kPortable};
+#elif defined(__aarch64__) && defined(__linux__)
+const Kernel* const kCompiled[] = {&kArmCrc, &kPortable};
+#else
+const Kernel* const kCompiled[] = {&kPortable};
+#endif
+}  // namespace
+
 const std::vector<Kernel>& kernels() {
     static const std::vector<Kernel> usable = [] {
         std::vector<Kernel> found;
-        for (const Kernel& kernel : {kPortable})
-            if (kernel.runs_here()) found.push_back(kernel);
+        for (const Kernel* kernel : kCompiled)
+            if (kernel->runs_here()) found.push_back(*kernel);
         return found;
     }();
     return usable;
