@@ -1,0 +1,129 @@
+"""What every durable record can do: check itself, become plain data, and lie on disk in an envelope.
+
+A record is frozen and checks itself when it is built, so a record that exists is a valid one.
+On disk it is canonical JSON in ASCII (sorted keys, no spaces), so that equal records are equal bytes
+and any truncation or flipped bit shows::
+
+    {"body":{...},"checksum":"<16 hex digits>","format_version":1,"kind":"manifest"}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+import typing
+from hashlib import blake2b
+from typing import Any, ClassVar, TypeVar
+
+from ckpt_engine import errors
+
+FORMAT_VERSION = 1
+MAX_RECORD_BYTES = 64 << 20
+
+R = TypeVar("R", bound="Record")
+
+
+class Record:
+    """Base of everything durable: ``to_dict``/``from_dict`` for headers, ``to_bytes``/``from_bytes`` for files."""
+
+    __slots__ = ()
+    kind: ClassVar[str] = ""
+    _least: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        for name, hint in _hints(type(self)).items():
+            value = getattr(self, name)
+            require(_fits(value, hint), f"{name} is {value!r:.80}, want {hint}")
+            require(type(value) is not int or self._least <= value < 2**63, f"{name} {value} is out of range")
+        self._check()
+
+    def _check(self) -> None:
+        """Raise ValueError if the fields contradict each other."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings, integers and None."""
+        return {name: _plain(getattr(self, name)) for name in _hints(type(self))}
+
+    @classmethod
+    def from_dict(cls: type[R], data: object, path: str = "") -> R:
+        """The record ``data`` describes. Raises Corrupt (naming ``path``) for anything else than a valid one."""
+        try:
+            record: R = _typed(data, cls)
+        except (ValueError, TypeError, KeyError) as error:
+            raise errors.Corrupt(
+                f"{path}: not a valid {cls.kind}: {error}", path=path, want=cls.kind, got=None
+            ) from error
+        return record
+
+    def to_bytes(self) -> bytes:
+        """Equal records give equal bytes."""
+        body = self.to_dict()
+        envelope = {"body": body, "checksum": digest_of(body), "format_version": FORMAT_VERSION, "kind": self.kind}
+        return _canonical(envelope)
+
+    @classmethod
+    def from_bytes(cls: type[R], data: bytes, path: str) -> R:
+        """The inverse of ``to_bytes``. Raises Corrupt: truncated, altered, another kind or another format version."""
+        try:
+            envelope = json.loads(data.decode("ascii"))
+            require(type(envelope) is dict, "not a JSON object")
+            version = envelope.get("format_version")
+            require(version == FORMAT_VERSION, f"format version {version!r:.40}, this program reads {FORMAT_VERSION}")
+            require(envelope.get("kind") == cls.kind, f"kind {envelope.get('kind')!r:.40}")
+            require(envelope.get("checksum") == digest_of(envelope.get("body")), "checksum differs")
+            require(_canonical(envelope) == data, "not in canonical form")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise errors.Corrupt(
+                f"{path}: not a valid {cls.kind}: {error}", path=path, want=cls.kind, got=None
+            ) from error
+        return cls.from_dict(envelope["body"], path)
+
+
+def require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise ValueError(reason)
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if typing.get_origin(hint) is tuple:
+        return type(value) is tuple and all(type(item) is typing.get_args(hint)[0] for item in value)
+    if typing.get_origin(hint) is types.UnionType:
+        return type(value) in typing.get_args(hint)
+    return type(value) is hint
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_dict()
+    return [_plain(item) for item in value] if type(value) is tuple else value
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """``value`` with dicts turned into records and lists into tuples; the records check the rest."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        require(type(value) is list, f"want a list, got {value!r:.80}")
+        return tuple(_typed(item, arguments[0]) for item in value)
+    if typing.get_origin(hint) is types.UnionType:
+        return None if value is None else _typed(value, arguments[0])
+    if issubclass(hint, Record):
+        hints = _hints(hint)
+        require(type(value) is dict and value.keys() == hints.keys(), f"want the fields {list(hints)}")
+        return hint(**{name: _typed(value[name], kind) for name, kind in hints.items()})
+    return value
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def digest_of(value: object) -> str:
+    return blake2b(_canonical(value), digest_size=8).hexdigest()
