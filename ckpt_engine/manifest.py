@@ -216,6 +216,18 @@ class Manifest(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Committed:
+    """A manifest that was found in ``commit_dir``: a checkpoint that counts."""
+
+    manifest: Manifest
+    commit_dir: str
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.manifest.attempt.order
+
+
+@dataclass(frozen=True, slots=True)
 class RunClaim(Record):
     """``.run-<generation>``: this run writes here, and what it resumed from."""
 

@@ -10,7 +10,6 @@ and any truncation or flipped bit shows::
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import types
 import typing
@@ -86,10 +85,15 @@ def require(condition: bool, reason: str) -> None:
         raise ValueError(reason)
 
 
-@functools.cache
 def _hints(cls: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    hints = _known_hints.get(cls)
+    if hints is None:
+        every = typing.get_type_hints(cls)
+        hints = _known_hints[cls] = {field.name: every[field.name] for field in dataclasses.fields(cls)}
+    return hints
+
+
+_known_hints: dict[Any, dict[str, Any]] = {}
 
 
 def _fits(value: object, hint: Any) -> bool:
