@@ -1,0 +1,220 @@
+"""After the manifest: plain names, then ``latest``. Nothing here can undo a commit, so every step may be repeated.
+
+A file gets its plain name as a second link, synced, before its first name (below the attempt's directory) goes. Where
+an older checkpoint has to give way under the same names, the first name stays as long as the manifest does. So
+savers that publish at once, each removing what it takes for old, never remove the last name of a file that
+a manifest names. Without hard links a rename has to do, and then old names are replaced, not cleared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable
+
+from ckpt_engine import disk_names
+from ckpt_engine.errors import Corrupt, StorageError
+from ckpt_engine.listing import in_tag, list_committed, read_manifest, read_manifest_at
+from ckpt_engine.manifest import Manifest
+from ckpt_engine.storage.base import NO_LINKS, Storage, is_missing, remove_tree, write_durably
+
+
+def finish(storage: Storage, root: str, manifest: Manifest, *, keep_copies: bool) -> StorageError | None:
+    """Settle and update ``latest``; what went wrong is told, not raised: the checkpoint is committed."""
+    try:
+        _settle(storage, root, manifest, keep_copies)
+        update_latest(storage, root, manifest.attempt.root_id)
+    except StorageError as error:
+        return error
+    return None
+
+
+def roll_forward(storage: Storage, root: str, tag: str) -> tuple[StorageError, ...]:
+    """Finish what an interrupted publish of ``tag`` left to do; what could not be done. Cheap if there is nothing.
+
+    After a crash: call it again.
+    """
+    trouble = []
+    for one in in_tag(storage, os.path.join(root, tag))[0]:
+        if one.manifest.attempt.tag == tag:
+            trouble.append(finish(storage, root, one.manifest, keep_copies=True))
+    return tuple(error for error in trouble if error is not None)
+
+
+def update_latest(storage: Storage, root: str, root_id: str) -> None:
+    """``latest`` names the newest committed tag of this root, and still does if another saver commits meanwhile.
+
+    After a crash: the old name or a newer one.
+    """
+    path = os.path.join(root, disk_names.LATEST)
+    written = None
+    while (tag := _newest_tag(storage, root, root_id)) not in (None, written):
+        written = tag
+        data = os.fsencode(tag or "")
+        if not _holds(storage, path, data):
+            write_durably(storage, path, data)
+
+
+def names_of_peers(storage: Storage, folder: str, manifest: Manifest) -> set[str]:
+    """Names that manifests of other nodes use here, where node-local roots turn out to be one directory.
+
+    Each looks after its own manifest is there, so of two that use one name at least one sees the other and
+    keeps its hands off; the file of that one stays below its attempt's directory, where readers look first.
+    """
+    names: set[str] = set()
+    for peer in range(manifest.nodes if manifest.node is not None else 0):
+        if peer != manifest.node:
+            with contextlib.suppress(Corrupt):
+                other = read_manifest(storage, folder, peer)
+                names |= {entry.name for entry in other.files()} if other else set()
+    return names
+
+
+def parents_of(names: Iterable[str]) -> list[str]:
+    """The relative directories ``names`` lie in, outermost first."""
+    found: set[str] = set()
+    for name in names:
+        parts = name.split("/")
+        found.update("/".join(parts[:depth]) for depth in range(1, len(parts)))
+    return sorted(found)
+
+
+def make_parents(storage: Storage, folder: str, names: Iterable[str]) -> None:
+    for parent in parents_of(names):
+        path = os.path.join(folder, parent)
+        storage.make_dir(path)
+        storage.sync_dir(os.path.dirname(path))
+
+
+def _settle(storage: Storage, root: str, manifest: Manifest, keep_copies: bool) -> None:
+    """Order: clear the older checkpoint's names, sync, link, sync, drop what is done with."""
+    folder = os.path.join(root, manifest.attempt.tag)
+    copies = os.path.join(folder, disk_names.attempt_dir(manifest.attempt.id, manifest.node))
+    tombstones = _tombstones(storage, folder, manifest)
+    taken = names_of_peers(storage, folder, manifest)
+    own = [entry.name for entry in manifest.files() if entry.origin == "shard" and entry.name not in taken]
+    waiting = [name for name in own if storage.size(os.path.join(copies, name)) is not None]
+    if tombstones:
+        old = {entry.name for older in tombstones.values() for entry in older.files() if entry.origin == "shard"}
+        keep = taken | {entry.name for entry in manifest.files() if entry.origin == "external"}
+        _clear(storage, folder, old - keep - set(own))
+        if waiting and _has_links(storage, copies, waiting[0]):
+            stale = [name for name in waiting if not _same(storage, copies, folder, name)]
+            _clear(storage, folder, old.intersection(stale))
+    _install_all(storage, copies, folder, waiting)
+    tools = [entry.name for entry in manifest.files() if entry.origin == "tool"]
+    moved = [_move_if_there(storage, os.path.join(copies, name), os.path.join(root, name)) for name in tools]
+    if any(moved):
+        storage.sync_dir(root)
+    for path, older in tombstones.items():
+        remove_tree(storage, os.path.join(folder, disk_names.attempt_dir(older.attempt.id, older.node)))
+        storage.unlink(path)
+    if not (keep_copies or tombstones):
+        for name in waiting:
+            storage.unlink(os.path.join(copies, name))
+
+
+def _clear(storage: Storage, folder: str, names: Iterable[str]) -> None:
+    """Stock tools shall find a whole checkpoint or a missing file: old names go, durably, before new ones come."""
+    doomed = sorted(names)
+    gone = [name for name in doomed if storage.unlink(os.path.join(folder, name))]
+    for parent in reversed(parents_of(gone)):
+        storage.remove_dir(os.path.join(folder, parent))
+    if gone:
+        _sync_all(storage, folder, gone)
+
+
+def _install_all(storage: Storage, copies: str, folder: str, names: list[str]) -> None:
+    """Model states last: loaders look for them first."""
+    make_parents(storage, folder, names)
+    for name in sorted(names, key=lambda name: (name.endswith("model_states.pt"), name)):
+        _install(storage, os.path.join(copies, name), os.path.join(folder, name))
+    if names:
+        _sync_all(storage, folder, names)
+
+
+def _sync_all(storage: Storage, folder: str, names: Iterable[str]) -> None:
+    for parent in [*parents_of(names), ""]:
+        try:
+            storage.sync_dir(os.path.join(folder, parent))
+        except StorageError as error:
+            if not is_missing(error):  # a directory that is gone needs no sync
+                raise
+
+
+def _same(storage: Storage, copies: str, folder: str, name: str) -> bool:
+    return storage.same_file(os.path.join(copies, name), os.path.join(folder, name))
+
+
+def _tombstones(storage: Storage, folder: str, manifest: Manifest) -> dict[str, Manifest]:
+    """Older manifests whose names have to go. One that equals the current manifest is of a re-save not yet decided."""
+    found = {}
+    for entry in storage.list_dir(folder):
+        name = disk_names.parse_tombstone(entry.name)
+        if name is not None and name.node == manifest.node:
+            path = os.path.join(folder, entry.name)
+            with contextlib.suppress(Corrupt):
+                older = read_manifest_at(storage, path)
+                if older is not None and older.attempt != manifest.attempt:
+                    found[path] = older
+    return found
+
+
+def _install(storage: Storage, copy: str, plain: str) -> None:
+    try:
+        storage.link(copy, plain)
+    except StorageError as error:
+        if error.errno in NO_LINKS:
+            _move_if_there(storage, copy, plain)
+        elif error.errno == errno.EEXIST:
+            _replace(storage, copy, plain)
+        elif not is_missing(error):  # missing: another saver has done it
+            raise
+
+
+def _replace(storage: Storage, copy: str, plain: str) -> None:
+    if storage.same_file(copy, plain):
+        return
+    temp = os.path.join(os.path.dirname(plain), disk_names.temp())
+    try:
+        storage.link(copy, temp)
+    except StorageError as error:
+        if not is_missing(error):
+            raise
+        return
+    storage.rename(temp, plain)
+
+
+def _move_if_there(storage: Storage, source: str, target: str) -> bool:
+    try:
+        storage.rename(source, target)
+    except StorageError as error:
+        if not is_missing(error):
+            raise
+        return False
+    return True
+
+
+def _has_links(storage: Storage, folder: str, name: str) -> bool:
+    temp = os.path.join(folder, disk_names.temp())
+    try:
+        storage.link(os.path.join(folder, name), temp)
+    except StorageError as error:
+        return error.errno not in NO_LINKS
+    storage.unlink(temp)
+    return True
+
+
+def _holds(storage: Storage, path: str, data: bytes) -> bool:
+    try:
+        return storage.read_small(path, len(data)) == data
+    except StorageError:  # longer, a directory, a dead link: to be replaced
+        return False
+
+
+def _newest_tag(storage: Storage, root: str, root_id: str) -> str | None:
+    for one in list_committed(storage, root).committed:
+        if one.manifest.attempt.root_id == root_id:
+            return os.path.basename(one.commit_dir)
+    return None

@@ -1,0 +1,185 @@
+"""The disk verbs on a POSIX file system; the only place where OSError becomes StorageError."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ckpt_engine import _C
+from ckpt_engine.errors import Corrupt, StorageError, StorageFull
+from ckpt_engine.storage.base import Entry, Progress, Storage
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
+_CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+_CANNOT_REMOVE = frozenset({*_ABSENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY})
+_CHUNK_BYTES = 8 << 20
+
+
+class PosixStorage(Storage):
+    """See ``Storage`` for the promises."""
+
+    def write_new(
+        self,
+        path: str,
+        source: ReadableBuffer,
+        *,
+        offset: int = 0,
+        nbytes: int = -1,
+        direct: bool = False,
+        progress: Progress | None = None,
+    ) -> bool:
+        count = memoryview(source).nbytes - offset if nbytes < 0 else nbytes
+        counter, position = progress or (None, 0)
+        with _translated("write", path, need_bytes=count):
+            return _C.write_file(
+                path,
+                source,
+                offset=offset,
+                nbytes=count,
+                direct=direct,
+                progress=counter,
+                progress_offset=position,
+            )
+
+    def rename(self, source: str, target: str) -> None:
+        with _translated("rename", target):
+            os.rename(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        with _translated("link", target):
+            os.link(source, target)
+
+    def unlink(self, path: str) -> bool:
+        with _translated("unlink", path, quiet=_ABSENT):
+            os.unlink(path)
+            return True
+        return False
+
+    def make_dir(self, path: str) -> bool:
+        with _translated("mkdir", path):
+            try:
+                os.mkdir(path)
+            except FileExistsError:
+                if not os.path.isdir(path):
+                    raise
+                return False
+        return True
+
+    def remove_dir(self, path: str) -> bool:
+        with _translated("rmdir", path, quiet=_CANNOT_REMOVE):
+            os.rmdir(path)
+            return True
+        return False
+
+    def sync_dir(self, path: str) -> None:
+        with _translated("fsync", path, quiet=_CANNOT_SYNC):
+            _sync(path or ".", os.O_DIRECTORY)
+
+    def sync_file(self, path: str) -> None:
+        with _translated("fsync", path):
+            _sync(path, 0)
+
+    def list_dir(self, path: str) -> tuple[Entry, ...]:
+        with _translated("list", path, quiet=_ABSENT), os.scandir(path or ".") as found:
+            return tuple(sorted(Entry(one.name, _is_dir(one)) for one in found))
+        return ()
+
+    def read_small(self, path: str, limit: int) -> bytes | None:
+        with _translated("read", path, quiet=_ABSENT), _opened(path) as fd:
+            data = bytearray()
+            while piece := os.read(fd, limit + 1 - len(data)):
+                data += piece
+                if len(data) > limit:
+                    raise OSError(errno.EFBIG, f"more than {limit} bytes", path)
+            return bytes(data)
+        return None
+
+    def read_into(self, path: str, buffer: WriteableBuffer, *, offset: int, nbytes: int, threads: int = 1) -> int:
+        with _translated("read", path):
+            try:
+                return _C.read_file(path, buffer, offset=offset, nbytes=nbytes, threads=threads)
+            except EOFError as error:
+                got = self.size(path)
+                message = f"{path}: truncated, want {nbytes} bytes and found {got}"
+                raise Corrupt(message, path=path, want=nbytes, got=got) from error
+
+    def crc_of_file(self, path: str) -> tuple[int, int]:
+        chunk = bytearray(_CHUNK_BYTES)
+        nbytes = crc = 0
+        with _translated("read", path), _opened(path) as fd:
+            while count := os.readv(fd, [chunk]):
+                crc = _C.crc32(chunk, crc, nbytes=count)
+                nbytes += count
+        return nbytes, crc
+
+    def size(self, path: str) -> int | None:
+        with _translated("stat", path, quiet=_ABSENT):
+            return os.stat(path).st_size
+        return None
+
+    def same_file(self, one: str, other: str) -> bool:
+        with _translated("stat", one, quiet=_ABSENT):
+            return os.path.samestat(os.stat(one), os.stat(other))
+        return False
+
+    def free_bytes(self, path: str) -> int:
+        with _translated("statvfs", path):
+            usage = os.statvfs(path or ".")
+            return usage.f_bavail * usage.f_frsize
+
+
+@contextlib.contextmanager
+def _translated(op: str, path: str, *, quiet: frozenset[int] = frozenset(), need_bytes: int = 0) -> Iterator[None]:
+    """OSError in our words; an errno in ``quiet`` is swallowed, and the caller says what it means."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in quiet:
+            return
+        if error.errno in _FULL:
+            raise _full(op, path, error.errno, need_bytes) from error
+        raise StorageError.of(error, op=op, path=path) from error
+
+
+def _full(op: str, path: str, number: int, need_bytes: int) -> StorageFull:
+    free_bytes = -1
+    with contextlib.suppress(OSError):
+        usage = os.statvfs(os.path.dirname(path) or ".")
+        free_bytes = usage.f_bavail * usage.f_frsize
+    message = f"{op} {path}: {os.strerror(number)}: need {need_bytes} bytes, {free_bytes} free"
+    return StorageFull(message, op=op, path=path, errno=number, need_bytes=need_bytes, free_bytes=free_bytes)
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """A descriptor of a regular file: a pipe or a directory in its place is EINVAL, never a wait."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _sync(path: str, flags: int) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a loop of links, or gone
+        return False
