@@ -1,0 +1,175 @@
+"""objects → ``.pt`` layout; the only file that knows the torch zip (with ``pt_pickle`` and ``pt_zip`` behind it)."""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from ckpt_engine.errors import RestoreError, UnsupportedLeaf
+from ckpt_engine.pt_pickle import Layout, Skeleton, TwoTypes, survey
+from ckpt_engine.pt_zip import Archive
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class Image:
+    """The layout of one file, with everything but the bytes of its tensors; made by ``plan``.
+
+    Holds the storages until ``release``, so that their addresses stay valid. Whoever changes their bytes before they
+    are copied changes the snapshot.
+    """
+
+    def __init__(self, archive: Archive, layout: Layout, storages: list[UntypedStorage], addresses: list[int]) -> None:
+        self.nbytes = archive.nbytes
+        self.records = len(layout.records)
+        self._archive = archive
+        self._layout = layout
+        self._storages = storages
+        self._addresses = addresses
+
+    def rows(self, base: int) -> array[int]:
+        """The table for ``_C.copy`` into a slot where this file starts at ``base``: one row for each record.
+
+        A row is three uint64: source address, ``base`` + offset in the file, nbytes (0 if not in host memory).
+        REQUIRES: not released.
+        """
+        layout, records = self._layout, self._layout.records
+        table = array("Q", bytes(24 * self.records))
+        table[0::3] = array("Q", list(map(int.__add__, self._addresses, layout.starts)))
+        table[1::3] = array("Q", list(map(base.__add__, records.offsets)))
+        table[2::3] = (
+            records.sizes if all(layout.on_host) else array("Q", map(int.__mul__, records.sizes, layout.on_host))
+        )
+        return table
+
+    def device_records(self) -> list[tuple[int, Tensor, int]]:
+        """(record, its bytes as a 1-D uint8 tensor on its device, offset in the file), for all not in host memory."""
+        found = []
+        for number, storage in enumerate(self._storages):
+            if not self._layout.on_host[number]:
+                size = (self._layout.records.sizes[number],)
+                view = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                view.set_(storage, self._layout.starts[number], size, (1,))
+                found.append((number, view, self._layout.records.offsets[number]))
+        return found
+
+    def finish(self, slot: Buffer, base: int, crcs: bytearray | bytes) -> int:
+        """Write all small bytes of the file that starts at ``slot[base]`` and return the CRC-32 of the whole file.
+
+        ``crcs``: a uint32 for each record in order, of the bytes at its place (0 for an empty one), as ``_C.copy``
+        returns them. REQUIRES: those bytes are there. May be called again, for another slot as well.
+        """
+        return self._archive.finish(slot, base, crcs)
+
+    def release(self) -> None:
+        """Drop the references to the tensors: what ``rows`` gave is void. ``finish`` still works; idempotent."""
+        self._storages = []
+        self._addresses = []
+
+
+class PlanCache:
+    """The last layout of the tensors of one file: makes ``plan`` faster, never different. Holds no tensor."""
+
+    def __init__(self) -> None:
+        self._last: Layout | None = None
+
+
+def plan(obj: object, name: str = "", cache: PlanCache | None = None) -> Image:
+    """Lay ``obj`` out as the ``.pt`` file torch.save would write; everything but the bytes of tensors is captured now.
+
+    Loaded, it equals what torch.save gives: values, dtype, shape, stride, requires_grad, class, attributes, sharing.
+    Only the sizes of storages differ: a record holds what is referenced of a storage, from its first to its last byte.
+    ``name`` is for messages. Raises UnsupportedLeaf with the path of the leaf for what torch.save refuses.
+    """
+    try:
+        return _plan(obj, cache)
+    except MemoryError:
+        raise
+    except Exception as error:
+        path, leaf = _find_culprit(obj, error)
+        where, kind = f"{name}: {path or '(root)'}", type(leaf).__name__
+        raise UnsupportedLeaf(
+            f"{where} ({kind}) cannot be saved: {error}. Save its values instead", path=where
+        ) from error
+
+
+def load(path: str, *, map_location: Any = None, weights_only: bool = False, mmap: bool = True) -> object:
+    """The object in a file that is verified and nobody else's: with ``mmap``, the tensors live in it.
+
+    Raises RestoreError, naming the file, where torch.load cannot make sense of it here; OSError as it comes.
+    """
+    try:
+        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        hint = (
+            "more than tensors and containers needs weights_only=False" if weights_only else "its classes must be here"
+        )
+        raise RestoreError(f"{path} cannot be loaded ({hint}): {error}") from error
+
+
+def _plan(obj: object, cache: PlanCache | None) -> Image:
+    skeleton = Skeleton(obj)
+    facts, storages = survey(skeleton)
+    layout = cache._last if cache is not None else None
+    if layout is None or layout.facts != facts:
+        layout = Layout(facts, skeleton.holes, storages)
+    addresses = [storage.data_ptr() for storage in storages]
+    layout.check(storages, addresses)
+    if cache is not None:
+        cache._last = layout
+
+    parts = [b""] * (len(skeleton.pieces) + len(skeleton.order))
+    parts[0::2] = skeleton.pieces
+    parts[1::2] = layout.fill(skeleton.order)
+    small = [("byteorder", sys.byteorder.encode()), ("version", b"3\n"), ("data.pkl", b"".join(parts))]
+    return Image(Archive(layout.records, small), layout, storages, addresses)
+
+
+def _find_culprit(obj: object, error: Exception) -> tuple[str, object]:
+    """The path and the object of the first leaf that cannot be saved; only for a message, so it may take its time."""
+
+    def fails(child: object) -> bool:
+        try:
+            if not isinstance(error, TwoTypes):
+                _plan(child, None)
+                return False
+            return any(storage.data_ptr() == error.address for storage in survey(Skeleton(child))[1])
+        except Exception:
+            return True
+
+    return _descend(obj, fails)
+
+
+def _descend(obj: object, fails: Callable[[object], bool]) -> tuple[str, object]:
+    path, met = "", {id(obj)}
+    while True:
+        for step, child in _children(obj):
+            if id(child) not in met and fails(child):
+                path, obj = path + step, child
+                met.add(id(child))
+                break
+        else:
+            return path, obj
+
+
+def _children(obj: object) -> Iterator[tuple[str, object]]:
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            yield f"[{reprlib.repr(key)}]", value
+            yield f"(key {reprlib.repr(key)})", key
+    elif isinstance(obj, (list, tuple)):
+        yield from ((f"[{index}]", value) for index, value in enumerate(obj))
+    elif isinstance(obj, (set, frozenset)):
+        yield from ((f"(element {reprlib.repr(value)})", value) for value in obj)
+    attributes = getattr(obj, "__dict__", None)
+    if isinstance(attributes, dict):
+        yield from ((f".{name}", value) for name, value in attributes.items())
