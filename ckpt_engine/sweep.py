@@ -68,18 +68,19 @@ def sweep(
     *,
     node: int,
     live: Collection[str],
-    is_old: Callable[[str], bool],
+    sweep_after_s: float,
+    age_of: Callable[[str], float],
 ) -> tuple[str, ...]:
     """Remove leftovers; the paths that went. A directory with a damaged manifest is left as it is.
 
-    ``live``: ids of attempts that a local slot holds, or whose outcome this saver still awaits. ``is_old``: nothing
-    was seen to change at a path for ``sweep_after_s``. An attempt's leftovers go when a later attempt is
-    committed and they are old; at once, where they are of this ``node`` alone and it made no receipt.
+    ``live``: ids of attempts that a local slot holds, or whose outcome this saver still awaits. ``age_of``: seconds
+    since anything was seen to change at a path. An attempt's leftovers go when a later attempt is committed and
+    they are ``sweep_after_s`` old; at once, where they are of this ``node`` alone and it made no receipt.
 
     After a crash: call it again.
     """
     newest = next((one.order for one in list_committed(storage, root).committed), (-1, -1))
-    job = _Sweep(storage, root, node, live, newest, is_old)
+    job = _Sweep(storage, root, node, live, newest, lambda path: age_of(path) >= sweep_after_s)
     job.run()
     return tuple(job.gone)
 
