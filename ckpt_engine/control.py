@@ -5,6 +5,7 @@ So a reader always finds one whole record, even if the writer was killed in the 
 
     0     magic "CKPTPAGE"
     8     uint64 counter: copy (counter & 1) is current, 0 = nothing written yet
+    16    uint64 wishes of others: 1 = please leave
     4096  copy 0: uint32 length, uint32 CRC-32, msgpack
     10240 copy 1
 """
@@ -42,6 +43,7 @@ class RankPage:
     generation: int = 0
     run: str = ""
     entered: Order = (0, 0)
+    label: bytes = b""  # the header of that attempt, packed, without files
     outcome: str = ""  # "", filling, sealed, failed
     reason: str = ""
     errno: int = 0
@@ -132,6 +134,10 @@ class Page:
             )
             _C.store(self._mapping.memory, 8, counter)
 
+    @staticmethod
+    def fits(record: RankPage | SaverPage) -> bool:
+        return len(msgpack.packb(asdict(record))) <= _COPY - _HEAD.size
+
     def read(self, kind: type[_T]) -> _T | None:
         """The current record; None if nothing valid was ever written."""
         for _ in range(100):
@@ -147,6 +153,16 @@ class Page:
             if _C.load(self._mapping.memory, 8) == counter:
                 return None
         return None
+
+    def ask_to_leave(self) -> None:
+        """Any process may ask the owner to make room for another version."""
+        _C.store(self._mapping.memory, 16, 1)
+
+    def asked_to_leave(self) -> bool:
+        return _C.load(self._mapping.memory, 16) != 0
+
+    def grant_leave(self) -> None:
+        _C.store(self._mapping.memory, 16, 0)
 
     def unlinked(self) -> bool:
         return self._mapping.unlinked()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,8 @@ class Header:
     storage: bool
     files: tuple[SlotFile, ...]
 
-    def shard_record(self) -> ShardRecord:
+    def shard_record(self, entries: Iterable[FileEntry] | None = None) -> ShardRecord:
+        """What becomes durable; ``entries``: the files as they are on disk, where they were not staged by us."""
         return ShardRecord(
             attempt=self.attempt,
             rank=self.rank,
@@ -87,7 +88,7 @@ class Header:
             node=self.node,
             nodes=self.nodes,
             node_ranks=self.node_ranks,
-            files=tuple(file.entry for file in self.files),
+            files=tuple(file.entry for file in self.files) if entries is None else tuple(entries),
             layout=self.layout,
             resumed_from=self.claim.resumed_from,
         )
@@ -228,9 +229,14 @@ class Slot:
         state = found[0].state if found else self.word().state
         return SlotView(self.name.local_rank, self.name.slot, state, found[1].attempt.order if found else None)
 
-    def add_progress_offset(self) -> int:
-        """Offset of the progress word, for ``_C.write_file``."""
+    @property
+    def progress_offset(self) -> int:
+        """Offset of the progress word in ``memory``, for ``_C.write_file``."""
         return _PROGRESS
+
+    def reset_progress(self) -> None:
+        """REQUIRES: PERSISTING, by the saver."""
+        _C.store(self.memory, _PROGRESS, 0)
 
     def progress(self) -> int:
         return _C.load(self.memory, _PROGRESS)

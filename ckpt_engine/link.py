@@ -1,0 +1,268 @@
+"""The trainer's end: find or start the saver, wake it, wait for a release, notice its death.
+
+Foreign errors of processes, locks and queues become ours here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_engine import __version__, locks
+from ckpt_engine.config import Options, saver_environment
+from ckpt_engine.control import Page, RankPage, SaverPage
+from ckpt_engine.errors import ConfigError, SaverDied, SaverUnavailable, VersionMismatch
+from ckpt_engine.events import span
+from ckpt_engine.messages import Mailbox, Wake
+from ckpt_engine.names import Names
+from ckpt_engine.waits import Deadline, pause
+
+PROTOCOL = f"{__version__}/1"
+"""Ranks and saver must agree on this text; it changes with the layout of slots, pages or messages."""
+
+
+class _Child(subprocess.Popen[bytes]):
+    """A saver outlives its starter on purpose: leaving it behind is no leak worth a ResourceWarning."""
+
+    def __del__(self) -> None:
+        pass
+
+
+class Link:
+    """One rank's connection to the saver of its node."""
+
+    def __init__(self, names: Names, *, root: str, options: Options, local_rank: int) -> None:
+        self.names = names
+        self.local_rank = local_rank
+        self._root = root
+        self.options = options
+        self._child: _Child | None = None
+        self._page: Page | None = None
+        self._saver_page: Page | None = None
+        self._record = RankPage()
+        self._events: Mailbox | None = None
+        self._notify: Mailbox | None = None
+
+    def register(self, *, rank: int, local_world: int) -> None:
+        """Be alive on this node: own lock, control page and queues; a saver is started if there is none.
+
+        Raises ConfigError if another live process is this rank, or if the run directory is not ours.
+        """
+        deadline = Deadline(self.options.saver.start_s)
+        while True:
+            make_run_dir(self.names.run_dir)
+            with contextlib.suppress(FileNotFoundError):  # a retiring saver removed the directory: once more
+                if self._register_locked(deadline):
+                    break
+            if deadline.expired():
+                raise SaverUnavailable(f"{self.names.spawn_lock} stayed locked for {deadline.elapsed():.0f} s")
+        self._page = Page.own(self.names.rank_control(self.local_rank))
+        before = self._page.read(RankPage) or RankPage()
+        self._record = RankPage(
+            pid=os.getpid(), rank=rank, incarnation=(before.incarnation + 1) & 0xFFFFFF, local_world=local_world
+        )
+        self._page.write(self._record)
+        self._events = Mailbox(self.names.events_queue)
+        self._notify = Mailbox(self.names.notify_queue(self.local_rank))
+        self.ensure_saver()
+        self.wake("joined")
+
+    def _register_locked(self, deadline: Deadline) -> bool:
+        spawn = locks.lock_file(self.names.spawn_lock)
+        if not spawn.lock(deadline):
+            return False
+        try:
+            own = locks.lock_file(self.names.rank_lock(self.local_rank))
+            if own.locked_here:
+                raise ConfigError(
+                    f"this process has an engine for local rank {self.local_rank} on {self._root} already: "
+                    "close it first, or give the second one another name="
+                )
+            if not own.try_lock():
+                pid = locks.holder(own.path)
+                raise ConfigError(
+                    f"another live job (pid {pid}) is local rank {self.local_rank} on {self._root}: end it, or give "
+                    "this one another job= or name="
+                )
+            self._spawn_if_free()
+        finally:
+            spawn.unlock()
+        return True
+
+    @property
+    def record(self) -> RankPage:
+        return self._record
+
+    def say(self, **changes: object) -> None:
+        """Change this rank's control page."""
+        self._record = replace(self._record, **changes)  # type: ignore[arg-type]  # field names are checked by replace
+        if self._page is not None:
+            self._page.write(self._record)
+
+    def ensure_saver(self) -> SaverPage:
+        """The record of a live saver of our version, started if need be.
+
+        Raises SaverUnavailable or VersionMismatch after ``start_s``; nothing in shared memory is lost by that.
+        """
+        deadline = Deadline(self.options.saver.start_s)
+        last = "no saver"
+        while True:
+            record = self.saver()
+            if record is not None and record.ready and not record.leaving:
+                if record.version == PROTOCOL:
+                    return record
+                last = f"the running saver (pid {record.pid}) is {record.version}, this is {PROTOCOL}"
+                self._ask_to_leave()
+            elif record is None:
+                self._spawn_under_lock(deadline)
+            self._notice_failed_start()
+            if deadline.expired():
+                if record is not None and record.version not in ("", PROTOCOL):
+                    raise VersionMismatch(last, want=PROTOCOL, got=record.version)
+                raise SaverUnavailable(
+                    f"no saver became ready within {self.options.saver.start_s:g} s ({last}); see {self.names.saver_log}"
+                )
+            pause(deadline.slice(0.01))
+
+    def saver(self) -> SaverPage | None:
+        """What the live saver says about itself; None if no process holds its lock."""
+        pid = locks.holder(self.names.saver_lock)
+        if self._child is not None and self._child.poll() is not None and pid is None:
+            self._child = None  # reaped
+        if pid is None:
+            return None
+        if self._saver_page is None or self._saver_page.unlinked():
+            self._saver_page = Page.find(self.names.saver_control)
+        record = self._saver_page.read(SaverPage) if self._saver_page is not None else None
+        if record is None or (pid and record.pid != pid):
+            return SaverPage(pid=pid)  # it holds the lock and has not written its page yet
+        return record
+
+    def outcomes(self) -> SaverPage | None:
+        """The last words of the saver, dead or alive."""
+        if self._saver_page is None or self._saver_page.unlinked():
+            self._saver_page = Page.find(self.names.saver_control)
+        return self._saver_page.read(SaverPage) if self._saver_page is not None else None
+
+    def wake(self, reason: str, digest: str = "") -> None:
+        if self._events is not None:
+            self._events.send(Wake(reason, self.local_rank, digest))
+
+    def listen(self, timeout_s: float) -> None:
+        """Wait for a message to this rank, at most ``timeout_s`` (≤ 1 s); what it says does not matter."""
+        if self._notify is None:
+            pause(timeout_s)
+        else:
+            self._notify.receive(timeout_s)
+
+    def wait(self, condition: Callable[[], bool], deadline: Deadline, every_s: Callable[[], float] = lambda: 1.0) -> bool:
+        """Wait until ``condition``; looks after each message and each slice, and keeps a saver alive meanwhile.
+
+        Raises SaverDied if the saver is dead and no other can be started.
+        """
+        while not condition():
+            if deadline.expired():
+                return False
+            self.listen(deadline.slice(every_s()))
+            if self.saver() is None and not condition():
+                try:
+                    self.ensure_saver()
+                except SaverUnavailable as error:
+                    raise SaverDied(f"the saver died and cannot be restarted: {error}") from error
+                self.wake("joined")
+        return True
+
+    def close(self, *, goodbye: bool) -> None:
+        """Let go of lock and queues. Without ``goodbye`` it looks like a death: snapshots stay (invariant 14)."""
+        if self._page is None:
+            return
+        if goodbye:
+            self.say(goodbye=True)
+            self.wake("goodbye")
+        self._page.close()
+        self._page = None
+        if self._saver_page is not None:
+            self._saver_page.close()
+            self._saver_page = None
+        own = locks.lock_file(self.names.rank_lock(self.local_rank))
+        if own.locked_here:
+            own.unlock()
+        if goodbye:
+            self.wake("goodbye")
+        for box in (self._events, self._notify):
+            if box is not None:
+                box.close()
+        self._events = self._notify = None
+
+    def _ask_to_leave(self) -> None:
+        if self._saver_page is not None:
+            self._saver_page.ask_to_leave()
+        self.wake("leave")
+
+    def _spawn_under_lock(self, deadline: Deadline) -> None:
+        spawn = locks.lock_file(self.names.spawn_lock)
+        make_run_dir(self.names.run_dir)
+        if spawn.lock(deadline):
+            try:
+                self._spawn_if_free()
+            finally:
+                spawn.unlock()
+
+    def _spawn_if_free(self) -> None:
+        """REQUIRES: spawn.lock is held."""
+        running = self._child is not None and self._child.poll() is None
+        if running or locks.holder(self.names.saver_lock) is not None:
+            return
+        options = self.options
+        arguments = {"job": options.job, "name": options.name, "node_id": options.node_id}
+        command = [sys.executable, "-m", "ckpt_engine.saver", "run", "--root", self._root]
+        command += ["--identity", json.dumps(arguments), "--options", json.dumps(options.saver.to_dict())]
+        package_parent = str(Path(__file__).resolve().parent.parent)
+        with span("spawn", root=self._root):
+            try:
+                log = os.open(self.names.saver_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                try:
+                    self._child = _Child(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        cwd="/",
+                        env=saver_environment(package_parent),
+                        start_new_session=True,
+                    )
+                finally:
+                    os.close(log)
+            except OSError as error:
+                raise SaverUnavailable(f"cannot start a saver with {sys.executable}: {error}") from error
+
+    def _notice_failed_start(self) -> None:
+        child = self._child
+        if child is None or child.poll() in (None, 0):
+            return
+        self._child = None
+        with contextlib.suppress(OSError):
+            tail = self.names.saver_log.read_text(errors="replace").strip().splitlines()[-1:]
+            raise SaverUnavailable(
+                f"the saver ended at once with code {child.returncode}: {' '.join(tail)} (log: {self.names.saver_log})"
+            )
+
+
+def make_run_dir(path: Path) -> None:
+    """Create the run directory, 0700 and ours. Raises ConfigError if somebody else made it."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return  # a retiring saver removed it just now; the caller tries again
+    if not os.path.isdir(path) or os.path.islink(path) or status.st_uid != os.geteuid():
+        raise ConfigError(f"{path} exists and is not a directory of uid {os.geteuid()}: remove it")
+    if status.st_mode & 0o077:
+        raise ConfigError(f"{path} is open to others (mode {status.st_mode & 0o777:o}): remove it")

@@ -1,0 +1,156 @@
+"""The face for plain PyTorch: a single process, DDP, or any sharded state dict, with torch.distributed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from ckpt_engine import image
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.config import Options, SaverOptions
+from ckpt_engine.disk_names import check_file_name
+from ckpt_engine.errors import ConfigError
+from ckpt_engine.handles import Handle, Published, Staged
+from ckpt_engine.manifest import FileEntry
+from ckpt_engine.restore import RestoreReport, Source
+from ckpt_engine.retention import Retention
+from ckpt_engine.staging import Planned
+
+State = Mapping[str, Any]
+"""{relative file name: picklable object with tensors}, e.g. {"model.pt": net.state_dict()}."""
+
+
+class CheckpointEngine:
+    """Checkpoints of whatever each rank hands over; made by all ranks together.
+
+    root: the checkpoint directory. keep_last: how many committed checkpoints stay (None: all). slots: staging buffers
+    per rank, each as large as the rank's state; 2 keep a complete snapshot in memory at every instant. when_busy:
+    "wait" for a buffer, at most wait_s seconds, or "skip" the save on all ranks. on_error: "warn" or "raise" at the
+    next save if an earlier one did not become a checkpoint. layout: "shared" root or "node-local" ones. name, job:
+    tell several engines or jobs on one root apart. rank, world_size: only without torch.distributed.
+
+    Raises ConfigError for what cannot be right, SaverError if no saver can run.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        slots: int = 2,
+        when_busy: str = "wait",
+        wait_s: float = 1800.0,
+        on_error: str = "warn",
+        layout: str = "shared",
+        job: str = "",
+        name: str = "default",
+        saver: SaverOptions | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        node_id: str = "",
+    ) -> None:
+        options = Options(
+            job=job,
+            name=name,
+            node_id=node_id,
+            layout=layout,
+            slots=slots,
+            wait_s=wait_s,
+            when_busy=when_busy,
+            on_error=on_error,
+            retention=Retention(keep_last=keep_last),
+            saver=saver or SaverOptions(),
+        )
+        self._core = Checkpointer(root, options, rank=rank, world_size=world_size)
+
+    def save_to_memory(self, step: int, state: State, *, tag: str = "") -> Staged:
+        """Copy ``state`` into shared memory; from the return on it survives the death of this process.
+
+        Blocks until one of this rank's buffers is released, then for one memory copy. ``step``: optimizer steps
+        completed. Every rank calls it, one without anything to save with ``{}``. Raises StagingError, SaverError.
+        """
+        return self._save(step, state, tag, storage=False).staged
+
+    def save_to_storage(self, step: int, state: State, *, tag: str = "") -> Handle:
+        """``save_to_memory``, then the saver makes a checkpoint of it in the background; see ``Handle.result``."""
+        return self._save(step, state, tag, storage=True)
+
+    def _save(self, step: int, state: State, tag: str, *, storage: bool) -> Handle:
+        core = self._core
+        entry = core.enter(step, storage=storage, tag=tag)
+        if core.options.when_busy == "skip" and core.busy_anywhere():
+            return core.skipped_handle(entry)
+        try:
+            files = self._plan(state)
+        except BaseException as error:
+            core.fail(entry, error)
+            raise
+        staged = core.stage(entry, files)
+        handle = core.queue(entry, staged) if storage else core.in_memory(staged)
+        core.report_trouble()
+        return handle
+
+    def _plan(self, state: State) -> dict[str, Planned]:
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"state must be {{file name: object}}, not a {type(state).__name__}")
+        for file_name in state:
+            try:
+                check_file_name(file_name)
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ConfigError(f"{file_name!r} cannot be a file of a checkpoint: {error}") from error
+        return {file_name: self._core.plan(file_name, value) for file_name, value in state.items()}
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        files: Iterable[str] = (),
+        map_location: Any = None,
+        weights_only: bool = False,
+    ) -> RestoreReport:
+        """The newest state that all ranks can agree on (or that of ``step``), verified, private, on every rank.
+
+        Collective. ``report.state`` holds what this rank saved, and ``files`` of any rank beside. ``report.step`` is 0
+        and ``report.source`` None if there is nothing. Raises NotFound, WorldMismatch, Corrupt, RestoreError.
+        """
+        rank, extra = self._core.place.rank, list(files)
+
+        def wants(known: Sequence[tuple[int, FileEntry]]) -> tuple[list[str], list[str]]:
+            return [entry.name for writer, entry in known if writer == rank] + extra, []
+
+        def load(source: Source) -> dict[str, Any]:
+            names, _ = wants(source.candidate.files)
+            return {name: _load(source, name, map_location, weights_only) for name in dict.fromkeys(names)}
+
+        return self._core.restore(load, wants, step)
+
+    def wait(self, timeout_s: float | None = None) -> tuple[Published, ...]:
+        """Block until every storage save has ended; raises the first failure nobody was told of."""
+        return self._core.wait(timeout_s)
+
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """Wait for the saves in flight and say goodbye; memory-only snapshots are dropped. Idempotent."""
+        self._core.close(timeout_s=timeout_s)
+
+    def __enter__(self) -> CheckpointEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._core.close(goodbye=kind is None)
+
+
+def _load(source: Source, name: str, map_location: Any, weights_only: bool) -> object:
+    return read_with(source, name, lambda path: image.load(path, map_location=map_location, weights_only=weights_only))
+
+
+def read_with(source: Source, name: str, load: Callable[[str], object]) -> object:
+    """``load(path)`` of a private, verified copy of ``name``; mapped tensors keep the copy alive."""
+    fd = source.fetch(name)
+    try:
+        return load(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)

@@ -1,0 +1,428 @@
+"""Shard records → receipt → publish → latest → retention. One thread, attempts strictly in order.
+
+An attempt is *pending* from its first durable or failed shard on this node to its outcome. When every rank of the
+node has a shard record, the receipt is written; then this saver, like every other, looks for the receipts of all
+nodes until it can publish, or finds a manifest, a failure, a newer run or the deadline. The order matters: a node
+writes the receipt of its next attempt only after this one has an outcome, so nobody publishes behind a newer one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from ckpt_engine import commit, disk_names, errors, listing, retention, runs, sweep
+from ckpt_engine.config import SaverOptions
+from ckpt_engine.control import Outcome
+from ckpt_engine.errors import Cancelled, CkptError, CommitTimeout, PersistError, StaleRun, StorageError
+from ckpt_engine.events import log, span
+from ckpt_engine.manifest import Attempt, Committed, Failure, Receipt, RunClaim, ShardRecord
+from ckpt_engine.record import MAX_RECORD_BYTES
+from ckpt_engine.slots import Header
+from ckpt_engine.states import Order
+from ckpt_engine.storage.base import Storage
+from ckpt_engine.waits import Deadline
+
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.002, 1.0
+
+
+@dataclass(slots=True)
+class Pending:
+    """What this node knows of one attempt that has no outcome yet."""
+
+    header: Header
+    deadline: Deadline
+    shards: dict[int, ShardRecord] = field(default_factory=dict)
+    failure: Failure | None = None
+    cancelled: str = ""
+    receipted: bool = False
+    retry: Deadline | None = None
+
+    @property
+    def attempt(self) -> Attempt:
+        return self.header.attempt
+
+    def missing(self) -> tuple[int, ...]:
+        return tuple(rank for rank in self.header.node_ranks if rank not in self.shards)
+
+    def actionable(self) -> bool:
+        return bool(self.cancelled or self.failure or not self.missing() or self.deadline.expired())
+
+
+class Committer(threading.Thread):
+    """The one committing thread of a saver; the other threads tell it what they saw."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        options: SaverOptions,
+        *,
+        root: str,
+        ended: Callable[[Header, Outcome], None],
+        live_run: Callable[[str], bool],
+        held: Callable[[], tuple[Header, ...]],
+    ) -> None:
+        super().__init__(name="committer", daemon=True)
+        self._storage = storage
+        self._options = options
+        self._root = root
+        self._ended = ended
+        self._live_run = live_run
+        self._held = held
+        self._mutex = threading.Lock()
+        self._wake = threading.Event()
+        self._stop_asked = False
+        self._pending: dict[Attempt, Pending] = {}
+        self._done: dict[Attempt, str] = {}
+        self._claimed: set[str] = set()
+        self._leases = runs.LeaseWatch()
+        self._ages = Ages()
+        self._questions: list[Callable[[], bool]] = []
+
+    # -- told by the writer and by the main loop -----------------------------------------------------------------
+
+    def durable(self, header: Header, record: ShardRecord) -> None:
+        with self._mutex:
+            pending = self._enter(header)
+            if pending is not None:
+                pending.shards[record.rank] = record
+        self._wake.set()
+
+    def failed(self, header: Header, failure: Failure) -> None:
+        with self._mutex:
+            pending = self._enter(header)
+            if pending is not None and pending.failure is None:
+                pending.failure = failure
+        self._wake.set()
+
+    def cancelled(self, header: Header, why: str) -> None:
+        with self._mutex:
+            pending = self._enter(header)
+            if pending is not None:
+                pending.cancelled = why
+        self._wake.set()
+
+    def ask(self, question: Callable[[], bool]) -> None:
+        """Run ``question`` in this thread, again and again until it returns True."""
+        with self._mutex:
+            self._questions.append(question)
+        self._wake.set()
+
+    def waiting(self) -> list[tuple[Header, tuple[int, ...]]]:
+        """Attempts whose shards of this node are not all there, with the ranks that are missing."""
+        with self._mutex:
+            return [(p.header, p.missing()) for p in self._pending.values() if p.missing() and not p.actionable()]
+
+    def status(self, attempt: Attempt) -> str:
+        """"" while it has no outcome here."""
+        return self._done.get(attempt, "")
+
+    def idle(self) -> bool:
+        with self._mutex:
+            return not self._pending and not self._questions
+
+    def stop(self) -> None:
+        self._stop_asked = True
+        self._wake.set()
+
+    def _enter(self, header: Header) -> Pending | None:
+        """The pending record of this attempt. REQUIRES: the mutex is held."""
+        attempt = header.attempt
+        if attempt in self._done:
+            return None
+        pending = self._pending.get(attempt)
+        if pending is None:
+            pending = self._pending[attempt] = Pending(header, Deadline(self._options.commit_s))
+        if header.commit_dir != pending.header.commit_dir and pending.failure is None:
+            reason = f"ranks disagree on the directory: {pending.header.commit_dir} and {header.commit_dir}"
+            pending.failure = Failure(rank=header.rank, reason=reason)
+        return pending
+
+    # -- asked by the writer -------------------------------------------------------------------------------------
+
+    def is_published(self, header: Header) -> bool:
+        """True if a manifest names this attempt already: a redo after a saver's death."""
+        found = listing.read_manifest(self._storage, header.commit_dir, node_of(header))
+        return found is not None and found.attempt == header.attempt
+
+    def claim(self, header: Header) -> None:
+        """Before the first byte of a run goes to the root: its number is ours. Raises StaleRun."""
+        if header.claim.run in self._claimed or (node_of(header) is None and header.node != 0):
+            return
+        with span("claim", generation=header.claim.generation, run=header.claim.run):
+            runs.claim_run(self._storage, header.root, header.claim)
+        self._claimed.add(header.claim.run)
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        look_s = _FIRST_LOOK_S
+        while not self._stop_asked:
+            try:
+                progress = self._pass()
+            except Exception:  # a defect in one attempt must not end the only committer
+                log.exception("defect while committing")
+                progress = False
+            look_s = _FIRST_LOOK_S if progress else min(2 * look_s, _LAST_LOOK_S)
+            if not progress and self._wake.wait(look_s):
+                look_s = _FIRST_LOOK_S
+            self._wake.clear()
+
+    def _pass(self) -> bool:
+        """One look at every question and at the oldest attempt that can go on; True if something ended."""
+        with self._mutex:
+            questions = list(self._questions)
+            ready = sorted((p for p in self._pending.values() if p.actionable()), key=lambda p: p.attempt.order)
+        answered = [question for question in questions if question()]
+        if answered:
+            with self._mutex:
+                self._questions = [q for q in self._questions if q not in answered]
+        if not ready:
+            return bool(answered)
+        try:
+            outcome = self._step(ready[0])
+        except Exception as defect:  # one attempt must not end, or block, the only committer
+            log.exception("defect while committing %s", ready[0].attempt.id)
+            outcome = self._fail(ready[0], Failure(ready[0].header.rank, f"defect: {type(defect).__name__}: {defect}"))
+        if outcome is not None:
+            self._end(ready[0], outcome)
+        return outcome is not None or bool(answered)
+
+    def _end(self, pending: Pending, outcome: Outcome) -> None:
+        with self._mutex:
+            self._pending.pop(pending.attempt, None)
+            self._done[pending.attempt] = outcome.status
+            for old in list(self._done)[:-256]:
+                del self._done[old]
+        log.log(20 if outcome.status == "committed" else 30, "%s %s %s", outcome.status, pending.attempt, outcome.reason)
+        self._ended(pending.header, outcome)
+
+    def _step(self, pending: Pending) -> Outcome | None:
+        """Bring one attempt as far as it can go now; its outcome, or None: look again later."""
+        attempt = pending.attempt
+        try:
+            if pending.cancelled:
+                raise Cancelled(pending.cancelled)
+            if pending.failure is not None:
+                return self._fail(pending, pending.failure)
+            if pending.missing():
+                raise CommitTimeout(
+                    f"ranks {pending.missing()} of this node never staged {attempt.tag}", missing_ranks=pending.missing()
+                )
+            if not pending.receipted:
+                with span("receipt", step=attempt.step, attempt=attempt.id):
+                    receipt = Receipt.of(pending.shards.values())
+                    commit.write_receipt(self._storage, parent_of(pending.header), receipt)
+                pending.receipted = True
+                pending.deadline = Deadline(self._options.commit_s)
+            return self._publish(pending)
+        except Cancelled as error:
+            return outcome_of(error, pending.header, status="cancelled")
+        except StorageError as error:
+            pending.retry = pending.retry or Deadline(self._options.retry_s)
+            if pending.retry.expired():
+                return self._fail(pending, failure_of(error, pending.header.rank))
+            log.warning("commit of %s: %s; trying again", attempt.id, error)
+            return None
+        except CommitTimeout as error:
+            self._fail(pending, failure_of(error, -1))
+            return outcome_of(error, pending.header)
+        except PersistError as error:
+            return self._fail(pending, failure_of(error, pending.header.rank))
+
+    def _publish(self, pending: Pending) -> Outcome | None:
+        header, attempt = pending.header, pending.attempt
+        known = self.runs(header.root)
+        foreign = parent_of(header) != header.root  # another directory has no line of its own
+        with span("publish", step=attempt.step, attempt=attempt.id) as facts:
+            result = commit.try_publish(
+                self._storage,
+                parent_of(header),
+                attempt,
+                nodes=header.nodes,
+                world=header.world,
+                runs=() if foreign else known,
+                node=node_of(header),
+            )
+            facts["result"] = type(result).__name__
+        if isinstance(result, commit.Published):
+            if result.trouble is not None:
+                log.warning("%s is committed; its plain names or latest are not done: %s", attempt.id, result.trouble)
+            self._retain(header)
+            return Outcome(attempt.order, attempt.run, "committed")
+        if isinstance(result, commit.Failed):
+            return outcome_from(result.failure, header)
+        if isinstance(result, commit.NotOnLine):
+            raise Cancelled(f"{attempt.id} is not on the line of the newest run any more")
+        if any(claim.generation > attempt.generation for claim in known if claim.run != attempt.run):
+            raise StaleRun("a newer run took over this root", other=str(max(c.generation for c in known)))
+        if pending.deadline.expired():
+            raise CommitTimeout(
+                f"no receipt of nodes {result.missing_nodes} for {attempt.tag} within {self._options.commit_s:g} s",
+                missing_ranks=result.missing_ranks,
+            )
+        return None
+
+    def _fail(self, pending: Pending, failure: Failure) -> Outcome:
+        """The failure receipt, so that the other nodes need not wait; best effort, the storage may be the cause."""
+        header = pending.header
+        receipt = Receipt(header.attempt, header.node, header.nodes, header.world, header.layout, (), failure)
+        try:
+            commit.write_receipt(self._storage, parent_of(header), receipt)
+        except CkptError as error:
+            log.warning("no failure receipt for %s: %s", header.attempt.id, error)
+        return outcome_from(failure, header)
+
+    def _retain(self, header: Header) -> None:
+        """Retention and sweep after ``latest``; not for a dead run, not in another's directory; never fatal."""
+        if parent_of(header) != header.root or not self._live_run(header.attempt.run):
+            return
+        storage, root = self._storage, header.root
+        try:
+            committed = self.committed(root, node_of(header))
+            if not committed or committed[0].manifest.attempt != header.attempt:
+                return
+            live = frozenset(held.attempt for held in self._held()) | frozenset(self._pending)
+            read = self._leases.tags(storage, root, time.monotonic())
+            protected = {attempt.tag for attempt in live if attempt != header.attempt and not self.status(attempt)} | read
+            policy = retention.Retention(keep_last=header.keep_last)
+            with span("retention", committed=len(committed), keep_last=header.keep_last) as facts:
+                victims = () if "" in read else retention.victims(
+                    committed, policy, root_id=header.attempt.root_id, protected=protected, confirmed=header.confirmed
+                )
+                for old in victims:
+                    sweep.remove_checkpoint(storage, old)
+                facts["removed"] = len(victims)
+            sweep.sweep(
+                storage,
+                root,
+                node=header.node,
+                live=[attempt.id for attempt in live],
+                sweep_after_s=self._options.sweep_after_s,
+                age_of=self._ages.of,
+            )
+        except CkptError as error:
+            log.warning("retention after %s: %s; the next commit tries again", header.attempt.id, error)
+
+    def runs(self, root: str) -> tuple[RunClaim, ...]:
+        """All runs known: claims in the root and claims in slot headers."""
+        claims = {claim.run: claim for claim in runs.read_runs(self._storage, root)}
+        claims |= {header.claim.run: header.claim for header in self._held()}
+        return tuple(claims.values())
+
+    def committed(self, root: str, node: int | None) -> list[Committed]:
+        """Committed checkpoints of ``root`` (of ``node``, where node-local), newest first."""
+        return [one for one in listing.list_committed(self._storage, root).committed if one.manifest.node == node]
+
+    def newest_committed(self, root: str, node: int | None) -> Order:
+        found = self.committed(root, node)
+        return found[0].order if found else (0, 0)
+
+    def reopen(self, attempt: Attempt) -> None:
+        """Another try at an attempt that failed here."""
+        with self._mutex:
+            self._done.pop(attempt, None)
+
+    def recover(self, headers: Iterable[Header]) -> None:
+        """After a saver's death: shard records of this node that no outcome covers yet are pending again."""
+        by_place = {(parent_of(header), header.node, header.attempt.run): header for header in headers}
+        for (root, _, run), header in by_place.items():
+            for record in self._unpublished(root, run):
+                if record.rank in header.node_ranks and record.node == header.node:
+                    place = commit.commit_dir(root, record.attempt.tag)
+                    like = replace(
+                        header, attempt=record.attempt, rank=record.rank, commit_dir=place, files=(), storage=True
+                    )
+                    self.durable(like, record)
+
+    def _unpublished(self, root: str, run: str) -> Iterator[ShardRecord]:
+        """Shard records of ``run`` that lie in attempt directories without a manifest."""
+        for folder in listing.tag_dirs(self._storage, root):
+            for entry in self._storage.list_dir(folder):
+                name = disk_names.parse_attempt_dir(entry.name)
+                if name is None or name.run != run:
+                    continue
+                manifest = listing.read_manifest(self._storage, folder, name.node)
+                if manifest is not None and manifest.attempt.order >= name.order:
+                    continue
+                for path in self._storage.list_dir(f"{folder}/{entry.name}"):
+                    if disk_names.is_record(path.name) and path.name.startswith(".shard-"):
+                        with contextlib.suppress(CkptError):
+                            full = f"{folder}/{entry.name}/{path.name}"
+                            yield ShardRecord.from_bytes(self._storage.read_small(full, MAX_RECORD_BYTES) or b"", full)
+
+
+class Ages:
+    """How long nothing was seen to change at a path, on this observer's monotonic clock; clocks of others never count."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def of(self, path: str) -> float:
+        now = time.monotonic()
+        try:
+            mark = os.stat(path).st_mtime_ns
+        except OSError:
+            return 0.0
+        known, since = self._seen.get(path, (mark, now))
+        if known != mark:
+            since = now
+        self._seen[path] = (mark, since)
+        return now - since
+
+
+def node_of(header: Header) -> int | None:
+    """The node whose own manifest commits this shard; None on a shared root."""
+    return header.node if header.layout == "node-local" else None
+
+
+def parent_of(header: Header) -> str:
+    """The directory that holds the commit directory and ``latest``."""
+    return header.commit_dir.rsplit("/", 1)[0] or "/"
+
+
+def failure_of(error: CkptError, rank: int) -> Failure:
+    """What a receipt says about ``error``."""
+    return Failure(
+        rank=rank,
+        reason=f"{type(error).__name__}: {error}"[:500],
+        op=getattr(error, "op", ""),
+        path=getattr(error, "path", ""),
+        errno=getattr(error, "errno", 0),
+        need_bytes=getattr(error, "need_bytes", 0),
+        free_bytes=getattr(error, "free_bytes", 0),
+    )
+
+
+def outcome_from(failure: Failure, header: Header) -> Outcome:
+    kind, _, reason = failure.reason.partition(": ")
+    known = isinstance(getattr(errors, kind, None), type)
+    return Outcome(
+        header.attempt.order,
+        header.attempt.run,
+        "failed",
+        kind=kind if known else "AttemptFailed",
+        rank=failure.rank,
+        reason=(reason if known else failure.reason)[:300],
+        op=failure.op,
+        path=failure.path[-200:],
+        errno=failure.errno,
+        need_bytes=failure.need_bytes,
+        free_bytes=failure.free_bytes,
+    )
+
+
+def outcome_of(error: CkptError, header: Header, status: str = "failed") -> Outcome:
+    missing = getattr(error, "missing_ranks", ())
+    return Outcome(
+        header.attempt.order,
+        header.attempt.run,
+        status,
+        kind=type(error).__name__,
+        reason=str(error)[:300],
+        missing=tuple(missing[:64]),
+    )

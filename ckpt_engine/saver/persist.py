@@ -1,0 +1,146 @@
+"""Sealed slot → files → shard record → release. One thread, one slot at a time, oldest attempt first.
+
+The life of a slot here: QUEUED → PERSISTING; a redo after a saver's death first looks for a manifest that names the
+attempt; every file goes to the attempt directory (O_DIRECT straight from the slot, fsync, rename, fsync of the
+directory); then the shard record, durable; only then DURABLE and the rank is told. What fails is tried again from
+the still-leased slot into new temporary files; then the slot is FAILED and says why.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt_engine import commit
+from ckpt_engine.errors import Cancelled, CkptError, StorageError
+from ckpt_engine.events import log, span
+from ckpt_engine.manifest import ShardRecord
+from ckpt_engine.messages import Message, Released
+from ckpt_engine.saver.committer import Committer, failure_of, node_of, parent_of
+from ckpt_engine.slots import BREAKPOINT, CANCEL, DATA_OFFSET, Header, Slot
+from ckpt_engine.states import State, Word
+from ckpt_engine.storage.base import Storage, write_range
+from ckpt_engine.waits import Deadline
+
+RETRYABLE = frozenset(
+    {errno.ESTALE, errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT, errno.EBUSY}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    slot: Slot
+    word: Word
+    header: Header
+
+
+class Writer(threading.Thread):
+    """The one writer of a saver."""
+
+    def __init__(
+        self, storage: Storage, committer: Committer, tell: Callable[[int, Message], None], retry_s: float
+    ) -> None:
+        super().__init__(name="writer", daemon=True)
+        self._storage = storage
+        self._committer = committer
+        self._tell = tell
+        self._retry_s = retry_s
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._stop_asked = threading.Event()
+        self._open = 0
+        self._record: ShardRecord | None = None
+        self.current: Job | None = None
+
+    def submit(self, job: Job) -> None:
+        self._open += 1
+        self._jobs.put(job)
+
+    def idle(self) -> bool:
+        return self._open == 0
+
+    def stop(self) -> None:
+        """Finish the slot in hand, take no other."""
+        self._stop_asked.set()
+        self._jobs.put(None)
+
+    def run(self) -> None:
+        while (job := self._jobs.get()) is not None and not self._stop_asked.is_set():
+            self.current = job
+            try:
+                self._persist(job)
+            except Exception:  # a defect must not end the only writer; the slot stays leased and is redone
+                log.exception("defect while persisting %s", job.slot.name)
+            finally:
+                self.current = None
+                self._open -= 1
+
+    def _persist(self, job: Job) -> None:
+        slot, header = job.slot, job.header
+        if not slot.change("saver", job.word, State.PERSISTING):
+            return  # the rank took it back (another line)
+        leased = slot.word()
+        end = State.FAILED
+        self._record = None
+        try:
+            attempt = header.attempt
+            with span("persist", step=attempt.step, rank=header.rank, attempt=attempt.id) as facts:
+                facts["bytes"] = sum(file.nbytes for file in header.files)
+                self._with_retries(slot, header)
+            end = State.DURABLE
+        except Cancelled as error:
+            end = State.FREE
+            self._committer.cancelled(header, str(error))
+        except CkptError as error:
+            failure = failure_of(error, header.rank)
+            slot.put_error(failure)
+            self._committer.failed(header, failure)
+        slot.change("saver", leased, end)
+        if end is State.DURABLE:
+            self._committer.durable(header, self._record or header.shard_record())
+        self._tell(header.local_rank, Released(slot.name.slot, int(end), header.attempt.digest))
+
+    def _with_retries(self, slot: Slot, header: Header) -> None:
+        deadline, pause_s = Deadline(self._retry_s), 0.05
+        while True:
+            try:
+                return self._write(slot, header)
+            except StorageError as error:
+                if error.errno not in RETRYABLE or deadline.expired() or self._stop_asked.wait(deadline.slice(pause_s)):
+                    raise
+                log.warning("persist of %s failed (%s): trying again", header.attempt.id, error)
+                pause_s = min(2 * pause_s, 2.0)
+
+    def _write(self, slot: Slot, header: Header) -> None:
+        """All files and the shard record of one rank, durable; nothing is written twice for a published attempt."""
+        if slot.flags() & CANCEL:
+            raise Cancelled(f"{header.attempt.id} was given up: its run was abandoned")
+        if self._committer.is_published(header):
+            return
+        self._committer.claim(header)
+        storage, root, attempt, node = self._storage, parent_of(header), header.attempt, node_of(header)
+        if slot.flags() & BREAKPOINT:
+            commit.make_tag_dir(storage, root, attempt.tag)
+        commit.make_attempt_dir(storage, root, attempt, [file.name for file in header.files], node=node)
+        slot.reset_progress()
+        entries = []
+        for file in header.files:
+            if file.origin == "external":
+                entries.append(commit.seal_external(storage, root, attempt, file.name))
+                continue
+            entries.append(file.entry)
+            with commit.cancelled_if_gone(attempt):
+                write_range(
+                    storage,
+                    commit.attempt_path(root, attempt, file.name, node=node),
+                    slot.memory,
+                    offset=DATA_OFFSET + file.offset,
+                    nbytes=file.nbytes,
+                    progress=(slot.memory, slot.progress_offset),
+                )
+            if slot.flags() & CANCEL:
+                raise Cancelled(f"{attempt.id} was given up: its run was abandoned")
+        self._record = header.shard_record(entries)
+        commit.write_shard_record(storage, root, self._record)

@@ -1,0 +1,313 @@
+"""One loop: queues, liveness, slots. It decides from headers and control pages only and never does file I/O.
+
+Each turn: take the messages, list the segments, probe the ranks, tend every slot, pass on what failed, think about
+death, and leave when nobody is left to serve. A message only makes the next turn come sooner.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, replace
+from types import FrameType
+
+from ckpt_engine import locks, messages, shm
+from ckpt_engine.config import SaverOptions
+from ckpt_engine.control import Outcome, Page, RankPage, SaverPage
+from ckpt_engine.errors import ConfigError
+from ckpt_engine.events import log
+from ckpt_engine.link import PROTOCOL, make_run_dir
+from ckpt_engine.manifest import Attempt, Failure
+from ckpt_engine.messages import Ended, Mailbox, Message, Wake
+from ckpt_engine.names import Names, SegmentName
+from ckpt_engine.saver import endings
+from ckpt_engine.saver.committer import Committer
+from ckpt_engine.saver.persist import Job, Writer
+from ckpt_engine.slots import BREAKPOINT, RETIRED, Header, Slot, open_all
+from ckpt_engine.states import Order, State, Word
+from ckpt_engine.storage.posix import PosixStorage
+from ckpt_engine.waits import SLICE_S, Deadline
+
+RING = 64
+
+
+@dataclass(slots=True)
+class Peer:
+    """One local rank as this loop sees it."""
+
+    page: RankPage
+    alive: bool
+    dead_since: Deadline | None = None
+
+    @property
+    def died(self) -> bool:
+        """Gone without a goodbye (invariant 14)."""
+        return not self.alive and not self.page.goodbye
+
+
+class Server:
+    """The saver of one engine on one node."""
+
+    def __init__(self, names: Names, *, root: str, options: SaverOptions, stay: bool = False) -> None:
+        self.names = names
+        self.root = root
+        self.options = options
+        self.stay = stay
+        self.slots: dict[SegmentName, Slot] = {}
+        self.peers: dict[int, Peer] = {}
+        self.storage = PosixStorage()
+        self._pages: dict[int, Page] = {}
+        self._boxes: dict[int, Mailbox] = {}
+        self._record = SaverPage()
+        self._page: Page | None = None
+        self._submitted: set[tuple[SegmentName, int]] = set()
+        self._reported: set[tuple[str, Order, int]] = set()
+        self._headers: tuple[Header, ...] = ()
+        self._live_runs: frozenset[str] = frozenset()
+        self._stalled: tuple[SegmentName, int, Deadline] | None = None
+        self._term: Deadline | None = None
+        self.committer = Committer(
+            self.storage,
+            options,
+            root=root,
+            ended=self._on_outcome,
+            live_run=lambda run: run in self._live_runs,
+            held=lambda: self._headers,
+        )
+        self.writer = Writer(self.storage, self.committer, self.tell, options.retry_s)
+        self.ending = endings.Endings(self)
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Serve until nobody needs us. 0 = left in order, 3 = another saver holds the lock."""
+        make_run_dir(self.names.run_dir)
+        lock = locks.lock_file(self.names.saver_lock)
+        if not lock.try_lock():
+            log.info("another saver (pid %s) serves %s", locks.holder(lock.path), self.root)
+            return 3
+        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainers; they tell us by dying
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._page = Page.own(self.names.saver_control)
+        before = self._page.read(SaverPage) or SaverPage()
+        self._page.grant_leave()
+        box = Mailbox(self.names.events_queue)
+        self._say(pid=os.getpid(), version=PROTOCOL, epoch=before.epoch + 1, ready=False, outcomes=before.outcomes)
+        self._look()
+        self.committer.recover(self._headers)
+        self.writer.start()
+        self.committer.start()
+        self._say(ready=True)
+        log.info("serving %s (%s), epoch %d", self.root, self.names.run_dir.name, before.epoch + 1)
+        try:
+            self._loop(box)
+        finally:
+            self._say(ready=False, leaving=True)
+            self.writer.stop()
+            self.committer.stop()
+            self.writer.join(self.options.term_s)
+            self.committer.join(self.options.term_s)
+        log.info("leaving %s", self.root)
+        return 0
+
+    def _loop(self, box: Mailbox) -> None:
+        while True:
+            box.receive(SLICE_S)
+            for _ in range(4 * messages.DEPTH):
+                if box.receive(0) is None:
+                    break
+            self.turn()
+            if self._may_leave():
+                return
+
+    def turn(self) -> None:
+        """One look at everything."""
+        self._look()
+        for slot in sorted(self.slots.values(), key=lambda s: s.view().order or (0, 0)):
+            self._tend(slot)
+        self._pass_on_failures()
+        self._watch_progress()
+        self.ending.think(terminating=self._term is not None)
+
+    def _may_leave(self) -> bool:
+        idle = self.writer.idle() and self.committer.idle()
+        if self._page is not None and self._page.asked_to_leave() and self.writer.current is None:
+            return True  # another version takes over; it finds everything in the headers
+        if self._term is not None:
+            quiet = idle and self.ending.settled and not any(peer.alive for peer in self.peers.values())
+            return quiet or self._term.expired()
+        return not self.stay and idle and self.ending.may_retire() and self._retire()
+
+    def _retire(self) -> bool:
+        """Unlink all that may go, under ``spawn.lock``; False if a rank came back."""
+        spawn = locks.lock_file(self.names.spawn_lock)
+        if not spawn.lock(Deadline(1.0)):
+            return False
+        try:
+            self._look()
+            if any(peer.alive for peer in self.peers.values()):
+                return False
+            left = self.ending.unlink_slots()
+            self._say(ready=False, leaving=True)
+            for local_rank in self.names.rank_locks():
+                shm.unlink(self.names.rank_control(local_rank))
+                messages.unlink(self.names.notify_queue(local_rank))
+            messages.unlink(self.names.events_queue)
+            if left:
+                log.warning("kept %d snapshots that could not be persisted: see 'ckpt-engine gc'", left)
+                return True
+            shm.unlink(self.names.saver_control)
+            for entry in os.scandir(self.names.run_dir):
+                if entry.is_file(follow_symlinks=False):
+                    os.unlink(entry.path)
+            os.rmdir(self.names.run_dir)
+        except OSError as error:
+            log.warning("retiring: %s", error)
+        finally:
+            spawn.unlock()
+        return True
+
+    def _on_term(self, _number: int, _frame: FrameType | None) -> None:
+        if self._term is None:
+            self._term = Deadline(self.options.term_s)
+
+    # -- looking -------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        open_all(self.names.segments(), self.slots)
+        for local_rank, path in self.names.rank_locks().items():
+            alive = locks.holder(path) is not None
+            page = self._rank_page(local_rank)
+            peer = self.peers.setdefault(local_rank, Peer(page, alive))
+            peer.page, peer.alive = page, alive
+            peer.dead_since = None if not peer.died else peer.dead_since or Deadline(self.options.linger_s)
+        self._headers = tuple(found[1] for slot in self.slots.values() if (found := slot.snapshot()))
+        self._live_runs = frozenset(peer.page.run for peer in self.peers.values() if not peer.died)
+
+    def _rank_page(self, local_rank: int) -> RankPage:
+        page = self._pages.get(local_rank)
+        if page is None or page.unlinked():
+            try:
+                page = Page.find(self.names.rank_control(local_rank))
+            except ConfigError as error:
+                log.warning("%s", error)
+            if page is None:
+                return RankPage()
+            self._pages[local_rank] = page
+        return page.read(RankPage) or RankPage()
+
+    def holds(self, header: Header) -> frozenset[int]:
+        """Local ranks of this node that hold ``header.attempt`` complete."""
+        return frozenset(h.local_rank for h in self._headers if h.attempt == header.attempt)
+
+    def headers(self) -> tuple[Header, ...]:
+        return self._headers
+
+    # -- tending -------------------------------------------------------------------------------------------------
+
+    def _tend(self, slot: Slot) -> None:
+        word = slot.word()
+        peer = self.peers.get(slot.name.local_rank)
+        if word.state is State.FREE and slot.flags() & RETIRED:
+            shm.unlink(str(slot.name))
+        elif word.state is State.FILLING and peer is not None and not peer.alive:
+            slot.change("saver", word, State.FREE)
+        elif word.state is State.PERSISTING and (slot.name, word.pack()) not in self._submitted_as(State.PERSISTING):
+            slot.change("saver", word, State.QUEUED)  # its saver died; we hold the lock, so nobody writes it
+            self._submit(slot)
+        elif word.state is State.QUEUED:
+            self._submit(slot)
+
+    def _submitted_as(self, state: State) -> set[tuple[SegmentName, int]]:
+        """Slots in the writer's hands, as their word reads in ``state``."""
+        return {(name, replace(Word.unpack(word), state=state).pack()) for name, word in self._submitted}
+
+    def _submit(self, slot: Slot) -> None:
+        found = slot.snapshot()
+        if found is None or found[0].state is not State.QUEUED:
+            return
+        key = (slot.name, found[0].pack())
+        if key not in self._submitted:
+            self._submitted = {old for old in self._submitted if old[0] != slot.name} | {key}
+            self.writer.submit(Job(slot, *found))
+
+    def queue_breakpoint(self, attempt: Attempt) -> None:
+        """READY or FAILED → QUEUED for every local part of ``attempt``, on behalf of ranks that died."""
+        self.committer.reopen(attempt)
+        for slot in self.slots.values():
+            found = slot.snapshot()
+            if found is None or found[1].attempt != attempt or found[0].state not in (State.READY, State.FAILED):
+                continue
+            slot.set_flags(BREAKPOINT)
+            if slot.change("saver", found[0], State.QUEUED):
+                self._submitted = {old for old in self._submitted if old[0] != slot.name}
+                self._submit(slot)
+
+    def _pass_on_failures(self) -> None:
+        """Ranks that failed, skipped or died tell so through their control pages; the committer writes it down."""
+        for local_rank, peer in self.peers.items():
+            page = peer.page
+            failed = page.outcome == "failed" or (page.outcome == "filling" and peer.died)
+            key = (page.run, page.entered, local_rank)
+            if not page.label or not failed or key in self._reported:
+                continue
+            self._reported.add(key)
+            header = Header.unpack(page.label)
+            if header.storage:
+                reason = page.reason or f"rank {page.rank} died before its part was complete"
+                self.committer.failed(header, Failure(rank=page.rank, reason=reason[:500], errno=page.errno))
+        for header, missing in self.committer.waiting():
+            held = {h.rank for h in self._headers if h.attempt == header.attempt}
+            for rank in missing:
+                gone = self.peers.get(header.node_ranks.index(rank))
+                if rank in held or gone is None:
+                    continue
+                if gone.died or (gone.page.run == header.attempt.run and gone.page.entered > header.attempt.order):
+                    reason = f"rank {rank} {'died' if gone.died else 'went on'} without its part of {header.attempt.tag}"
+                    self.committer.failed(header, Failure(rank=rank, reason=reason))
+
+    def _watch_progress(self) -> None:
+        """A write that does not move for ``stall_s`` is a failed attempt; its slot stays leased until it returns."""
+        job = self.writer.current
+        if job is None:
+            self._stalled = None
+            return
+        now = job.slot.progress()
+        if self._stalled is None or self._stalled[:2] != (job.slot.name, now):
+            self._stalled = (job.slot.name, now, Deadline(self.options.stall_s))
+        elif self._stalled[2].expired():
+            self._stalled = (job.slot.name, now, Deadline(1e9))
+            reason = f"stalled: no byte written for {self.options.stall_s:g} s at {now} bytes"
+            failure = Failure(rank=job.header.rank, reason=reason, path=job.header.commit_dir, op="write")
+            job.slot.put_error(failure)
+            self._on_outcome(job.header, endings.stalled(job.header, failure))
+            self.committer.failed(job.header, failure)
+
+    # -- telling -------------------------------------------------------------------------------------------------
+
+    def tell(self, local_rank: int, message: Message) -> None:
+        """Wake a rank; its queue is made by whoever comes first."""
+        box = self._boxes.get(local_rank)
+        if box is None:
+            box = self._boxes[local_rank] = Mailbox(self.names.notify_queue(local_rank))
+        box.send(message)
+
+    def wake(self) -> None:
+        """Make the next turn come now (from another thread)."""
+        Mailbox(self.names.events_queue).send(Wake("saver", -1))
+
+    def _on_outcome(self, header: Header, outcome: Outcome) -> None:
+        ring = [old for old in self._record.outcomes if (old.order, old.run) != (outcome.order, outcome.run)]
+        self._say(outcomes=(*ring, outcome)[-RING:])
+        for rank in range(len(header.node_ranks)):
+            self.tell(rank, Ended(outcome.status, header.attempt.digest))
+        self.wake()
+
+    def _say(self, **changes: object) -> None:
+        self._record = replace(self._record, **changes)  # type: ignore[arg-type]  # field names are checked by replace
+        if self._page is not None:
+            while not self._page.fits(self._record):
+                self._record = replace(self._record, outcomes=self._record.outcomes[1:])
+            self._page.write(self._record)
+
