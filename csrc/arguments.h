@@ -1,10 +1,9 @@
-// What Python hands over, checked: buffers, numbers, and the way out of the GIL.
+// What Python hands over, checked: buffers and numbers; and the way out of the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
-#include <cstdint>
-#include <exception>
+#include <optional>
 #include <string>
 
 namespace ckpt {
@@ -22,8 +21,7 @@ class Buffer {
     ~Buffer() { release(); }
     Buffer(const Buffer&) = delete;
 
-    // A thread that the interpreter ends while it asks for the GIL unwinds without the GIL and may touch
-    // nothing of Python's.
+    // A thread that the interpreter ends while it waits for the GIL unwinds without it and must leave Python alone.
     void release() {
         if (PyGILState_Check()) PyBuffer_Release(&view_);
     }
@@ -52,45 +50,53 @@ class Buffer {
 };
 
 // A whole number from `low` to `high`. Throws ValueError outside, OverflowError beyond 64 bits, TypeError.
-inline int64_t number(py::handle object, const char* name, int64_t low, int64_t high = INT64_MAX) {
+inline int64_t number(py::handle object, const std::string& name, int64_t low, int64_t high = INT64_MAX) {
     int overflow = 0;
     const int64_t value = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
-    if (overflow != 0) {
-        PyErr_Format(PyExc_OverflowError, "%s does not fit 64 bits", name);
-        throw py::error_already_set();
-    }
-    if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
-    if (value < low || value > high) {
-        const std::string upper = high == INT64_MAX ? " or more" : " to " + std::to_string(high);
-        throw py::value_error(std::string(name) + " is " + std::to_string(value) + ", not " + std::to_string(low) + upper);
-    }
+    if (overflow != 0) PyErr_SetString(PyExc_OverflowError, (name + " does not fit 64 bits").c_str());
+    if (PyErr_Occurred()) throw py::error_already_set();
+    if (value < low || value > high)
+        throw py::value_error(name + " is " + std::to_string(value) + ", not " + std::to_string(low) +
+                              (high == INT64_MAX ? " or more" : " to " + std::to_string(high)));
     return value;
 }
 
 inline size_t size(py::handle object, const char* name) { return static_cast<size_t>(number(object, name, 0)); }
 
+// Where the bytes [offset, offset + nbytes) of a buffer lie; nbytes may be -1, all from `offset` on, if `lowest` is.
+struct Window {
+    Window(const Buffer& buffer, py::handle offset_arg, py::handle nbytes_arg, int lowest = 0) {
+        const size_t offset = size(offset_arg, "offset");
+        const int64_t asked = number(nbytes_arg, "nbytes", lowest);
+        data = buffer.at(offset, asked < 0 ? 0 : static_cast<size_t>(asked));
+        nbytes = asked < 0 ? buffer.nbytes() - offset : static_cast<size_t>(asked);
+    }
+    uint8_t* data;
+    size_t nbytes;
+};
+
 // The value of a 64-bit word. Throws OverflowError, TypeError.
 inline uint64_t word_value(py::handle object) {
-    const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(object.ptr()));
-    if (!index) throw py::error_already_set();
-    const uint64_t value = PyLong_AsUnsignedLongLong(index.ptr());
+    const auto integer = py::reinterpret_steal<py::object>(PyNumber_Index(object.ptr()));
+    const uint64_t value = integer ? PyLong_AsUnsignedLongLong(integer.ptr()) : 0;
     if (PyErr_Occurred()) throw py::error_already_set();
     return value;
 }
 
-// Runs `work` without the GIL. Not a guard object: the interpreter may end this thread when it asks for the
-// GIL back, and that must not happen inside a destructor.
+// The result of `work`, run without the GIL. Not a guard object: the interpreter may end a thread that asks for the GIL
+// back, and that must not happen in a destructor.
 template <class Work>
-void without_gil(Work&& work) {
+auto without_gil(Work&& work) {
+    std::optional<decltype(work())> result;
     std::exception_ptr error;
     PyThreadState* thread = PyEval_SaveThread();
     try {
-        work();
+        result = work();
     } catch (...) {
         error = std::current_exception();
     }
     PyEval_RestoreThread(thread);
     if (error) std::rethrow_exception(error);
+    return std::move(*result);
 }
-
 }  // namespace ckpt

@@ -1,10 +1,16 @@
 // Copy kernels: the same job for different CPUs, chosen at run time.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "crc32.h"
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <arm_acle.h>
+#include <sys/auxv.h>
+#endif
 
 namespace ckpt {
 
@@ -12,22 +18,74 @@ constexpr size_t kPage = 4096;
 constexpr size_t kBlock = 4 * kPage;  // kernels copy four pages at a time, interleaved
 constexpr size_t kLine = 64;          // kernels store whole cache lines
 
-// One CPU's way to copy. `copy` and `copy_crc` take whole blocks and a `dst` aligned to kLine; `copy_crc`
-// returns the register of these bytes started from 0. Both end with a store fence.
+// One CPU's way to copy. `copy` and `copy_crc` take whole blocks and a `dst` aligned to kLine, and end with a store
+// fence; `copy_crc` returns the register of these bytes started from 0, `copy` nothing of meaning.
 struct Kernel {
     const char* name;
     bool (*runs_here)();
-    void (*copy)(uint8_t* dst, const uint8_t* src, size_t blocks);
+    uint32_t (*copy)(uint8_t* dst, const uint8_t* src, size_t blocks);
     uint32_t (*copy_crc)(uint8_t* dst, const uint8_t* src, size_t blocks);
     uint32_t (*crc)(const uint8_t* data, size_t nbytes, uint32_t reg);
 };
 
-extern const Kernel kAvx512, kAvx2, kArmCrc, kPortable;
+// Block by block, so that the CRC finds its bytes in the first-level cache.
+template <uint32_t (*crc)(const uint8_t*, size_t, uint32_t), bool kWithCrc>
+uint32_t copy_blocks(uint8_t* dst, const uint8_t* src, size_t blocks) {
+    uint32_t reg = 0;
+    for (; blocks != 0; --blocks, src += kBlock, dst += kBlock) {
+        std::memcpy(dst, src, kBlock);
+        if (kWithCrc) reg = crc(src, kBlock, reg);
+    }
+    return reg;
+}
+
+constexpr Kernel kPortable = {"portable", [] { return true; }, copy_blocks<crc_tables, false>,
+                              copy_blocks<crc_tables, true>, crc_tables};
+}  // namespace ckpt
+
+#if defined(__x86_64__)
+#include "kernels_x86.h"
+#elif defined(__aarch64__) && defined(__linux__)
+namespace ckpt {
+
+__attribute__((target("+crc"))) inline uint32_t crc_arm(const uint8_t* data, size_t nbytes, uint32_t reg) {
+    for (uint64_t word; nbytes >= sizeof word; nbytes -= sizeof word, data += sizeof word) {
+        std::memcpy(&word, data, sizeof word);
+        reg = __crc32d(reg, word);
+    }
+    for (; nbytes != 0; --nbytes, ++data) reg = __crc32b(reg, *data);
+    return reg;
+}
+
+inline bool has_crc() { return (getauxval(AT_HWCAP) & 1 << 7) != 0; }  // HWCAP_CRC32
+
+constexpr Kernel kCompiled[] = {
+    {"arm-crc", has_crc, copy_blocks<crc_arm, false>, copy_blocks<crc_arm, true>, crc_arm}, kPortable};
+}  // namespace ckpt
+
+#else
+namespace ckpt {
+constexpr Kernel kCompiled[] = {kPortable};
+}
+#endif
+
+namespace ckpt {
 
 // The kernels this CPU can run, best first; never empty.
-const std::vector<Kernel>& kernels();
+inline const std::vector<Kernel>& kernels() {
+    static const std::vector<Kernel> usable = [] {
+        std::vector<Kernel> found;
+        for (const Kernel& kernel : kCompiled)
+            if (kernel.runs_here()) found.push_back(kernel);
+        return found;
+    }();
+    return usable;
+}
 
 // The kernel of that name, the best one for "". Throws std::invalid_argument.
-const Kernel& kernel_named(const std::string& name);
-
+inline const Kernel& kernel_named(const std::string& name) {
+    for (const Kernel& kernel : kernels())
+        if (name.empty() || name == kernel.name) return kernel;
+    throw std::invalid_argument("no copy kernel '" + name + "' for this CPU (see cpu_kernels())");
+}
 }  // namespace ckpt
