@@ -18,7 +18,7 @@ from ckpt_engine import commit, image, listing, runs
 from ckpt_engine.agreement import agree_on_root, agree_on_run
 from ckpt_engine.buffers import Buffers, Lease, seal
 from ckpt_engine.config import Options, copy_threads, hook_from_environment, require_linux, whole
-from ckpt_engine.errors import CkptError, ConfigError, StorageError
+from ckpt_engine.errors import CkptError, ConfigError, Corrupt, StorageError
 from ckpt_engine.events import log, span
 from ckpt_engine.group import Group, meet, my_node, places
 from ckpt_engine.handles import Handle, Published, Staged
@@ -288,6 +288,14 @@ class Checkpointer:
             said |= {"step": report.step, "source": report.source, "skipped": len(report.skipped)}
             self.claim = self._new_run(report.attempt)
         return report
+
+    def open_verified(self, candidate: Candidate, wants: Wants) -> Source:
+        """``candidate``, whose files every rank has verified. Collective. Raises Corrupt on all ranks alike."""
+        source, skipped = choose(self.group, self.place, [candidate], self._open_source, wants, lambda: "")
+        if source is None:
+            reason = skipped[0].reason
+            raise Corrupt(f"{candidate.attempt.tag}: {reason}", path=candidate.attempt.tag, want="intact", got=reason)
+        return source
 
     def resumed_from(self, attempt: Attempt | None) -> None:
         """The framework loaded ``attempt`` itself: a new run starts there. Collective."""
