@@ -45,9 +45,12 @@ class File {
 
     operator int() const { return fd_; }
 
-    void check(ssize_t result, int code = errno) const {
-        const std::error_code error(code, std::generic_category());
-        if (result < 0) throw std::filesystem::filesystem_error("", path_, error);
+    [[noreturn]] void fail(int code) const {
+        throw std::filesystem::filesystem_error("", path_, std::error_code(code, std::generic_category()));
+    }
+
+    void check(ssize_t result) const {
+        if (result < 0) fail(errno);
     }
 
     // Switches O_DIRECT; false if the file system has none. (Where open() is asked for it and refuses, the file may
@@ -88,7 +91,7 @@ inline bool write_file(const std::string& path, const uint8_t* data, size_t nbyt
             if (file.set_direct(false)) continue;
         }
         file.check(written);
-        if (written == 0) file.check(-1, EIO);  // nothing written and no reason given
+        if (written == 0) file.fail(EIO);  // nothing written and no reason given
         const size_t step = std::min<size_t>(left, written);
 #if defined(__linux__)
         if (!direct) ::sync_file_range(file, done, step, SYNC_FILE_RANGE_WRITE);  // so that fsync finds little to do
@@ -122,7 +125,7 @@ inline std::optional<uint32_t> read_file(const std::string& path, uint8_t* dst, 
         }
         return ~reg;
     });
-    if (failure != 0) file.check(-1, failure);
+    if (failure != 0) file.fail(failure);
     if (ended) return std::nullopt;
     return crc;
 }
