@@ -49,8 +49,9 @@ constexpr size_t kSlices = 16;
 // kTables[k][b]: the register after the byte b and k zero bytes.
 inline constexpr auto kTables = [] {
     std::array<std::array<uint32_t, 256>, kSlices> tables{};
-    for (size_t k = 0; k < kSlices; ++k)
-        for (uint32_t byte = 0; byte < 256; ++byte) tables[k][byte] = multiply(power_of_x(k + 1, 3), byte);
+    for (uint32_t byte = 0; byte < 256; ++byte) tables[0][byte] = multiply(1u << 23, byte);  // times x^8
+    for (size_t k = 1; k < kSlices; ++k)
+        for (size_t b = 0; b < 256; ++b) tables[k][b] = tables[k - 1][b] >> 8 ^ tables[0][tables[k - 1][b] & 255];
     return tables;
 }();
 

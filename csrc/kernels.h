@@ -8,7 +8,6 @@
 #include "crc32.h"
 
 #if defined(__aarch64__) && defined(__linux__)
-#include <arm_acle.h>
 #include <sys/auxv.h>
 #endif
 
@@ -48,12 +47,13 @@ constexpr Kernel kPortable = {"portable", [] { return true; }, copy_blocks<crc_t
 #elif defined(__aarch64__) && defined(__linux__)
 namespace ckpt {
 
-__attribute__((target("+crc"))) inline uint32_t crc_arm(const uint8_t* data, size_t nbytes, uint32_t reg) {
+inline uint32_t crc_arm(const uint8_t* data, size_t nbytes, uint32_t reg) {
     for (uint64_t word; nbytes >= sizeof word; nbytes -= sizeof word, data += sizeof word) {
         std::memcpy(&word, data, sizeof word);
-        reg = __crc32d(reg, word);
+        asm(".arch_extension crc\n\tcrc32x %w0, %w0, %x1" : "+r"(reg) : "r"(word));
     }
-    for (; nbytes != 0; --nbytes, ++data) reg = __crc32b(reg, *data);
+    for (; nbytes != 0; --nbytes, ++data)
+        asm(".arch_extension crc\n\tcrc32b %w0, %w0, %w1" : "+r"(reg) : "r"(uint32_t{*data}));
     return reg;
 }
 
