@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--memory-every", type=int, default=10)
     parser.add_argument("--storage-every", type=int, default=50)
+    parser.add_argument("--every-step", action="store_true", help="print a line after every step, not only saves")
     parser.add_argument("--local_rank", type=int, default=0, help="given by the deepspeed launcher")
     args = parser.parse_args()
     engine = build(args)
@@ -133,6 +134,8 @@ def main() -> None:
         for step in range(report.step, args.steps):
             loss = train_one(engine, text, step)
             done = step + 1
+            if lead and args.every_step:
+                print(f"trained {done}", flush=True)
             begin = time.perf_counter()
             if done % args.storage_every == 0:
                 handles.append(ckpt.save_to_storage(done))
@@ -146,7 +149,9 @@ def main() -> None:
             if lead:
                 open_saves = [handle.step for handle in handles if not handle.done()]
                 state = f"persisting {open_saves}" if open_saves else "all committed"
-                print(f"step {done}: loss {loss:.4f}, saved to {where}, blocked {blocked_ms:.1f} ms, {state}", flush=True)
+                print(
+                    f"step {done}: loss {loss:.4f}, saved to {where}, blocked {blocked_ms:.1f} ms, {state}", flush=True
+                )
         losses = [None] * engine.world_size
         torch.distributed.all_gather_object(losses, loss.hex())
         final = digest(engine)

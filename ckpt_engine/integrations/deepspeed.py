@@ -453,7 +453,9 @@ def _refuse_unsupported(engine: Any) -> None:
     if isinstance(engine.checkpoint_engine, Shim):
         raise ConfigError("this engine is attached already: close() the first attachment before a second attach()")
     if engine.zero_nvme_offload_optimizer():
-        raise ConfigError("optimizer offload to NVMe: DeepSpeed copies those files itself, outside of its checkpoint engine")
+        raise ConfigError(
+            "optimizer offload to NVMe: DeepSpeed copies those files itself, outside of its checkpoint engine"
+        )
     if getattr(engine, "zenflow", False):
         raise ConfigError("ZenFlow updates the optimizer asynchronously: its state cannot be captured at a step")
     if callable(getattr(engine, "super_offload", None)) and engine.super_offload():

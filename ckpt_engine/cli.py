@@ -1,0 +1,140 @@
+"""``ckpt-engine``: run a saver, list what a root or this node holds, verify a root, collect leftovers.
+
+``saver`` is answered before anything else is imported: a service manager starts it on every node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script. 0 = done, 1 = something is wrong with what was looked at, 2 = cannot be done."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["saver"]:
+        from ckpt_engine.saver.__main__ import main as saver
+
+        return saver(arguments[1:])
+    args = _parser().parse_args(arguments)
+    from ckpt_engine.errors import CkptError
+
+    try:
+        return int(args.act(args))
+    except (CkptError, OSError) as error:
+        sys.stderr.write(f"ckpt-engine: {error}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    from ckpt_engine import __version__
+
+    top = argparse.ArgumentParser(prog="ckpt-engine", description="Asynchronous checkpoints for DeepSpeed and PyTorch.")
+    top.add_argument("--version", action="version", version=__version__)
+    verbs = top.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("saver", help="run the saver daemon of this node (see 'ckpt-engine saver run --help')")
+    listing = verbs.add_parser("list", help="committed checkpoints of a root, newest first")
+    listing.add_argument("root")
+    listing.set_defaults(act=_list)
+    verify = verbs.add_parser("verify", help="read every file of the committed checkpoints and check its CRC-32")
+    verify.add_argument("root")
+    verify.add_argument("--tag", default="", help="only this one")
+    verify.set_defaults(act=_verify)
+    gc = verbs.add_parser("gc", help="snapshots of dead jobs in this node's shared memory; --delete removes them")
+    gc.add_argument("--delete", action="store_true", help="remove what belongs to no live process, snapshots included")
+    gc.set_defaults(act=_gc)
+    return top
+
+
+def _list(args: argparse.Namespace) -> int:
+    from ckpt_engine import listing
+    from ckpt_engine.storage.posix import PosixStorage
+
+    storage, root = PosixStorage(), os.path.realpath(args.root)
+    found = listing.list_committed(storage, root)
+    for one in found.committed:
+        manifest = one.manifest
+        nbytes = sum(entry.nbytes for entry in manifest.files())
+        node = "" if manifest.node is None else f"  node {manifest.node} of {manifest.nodes}"
+        _say(
+            f"{manifest.attempt.tag}  step {manifest.attempt.step}  {manifest.world} ranks  {nbytes} bytes  "
+            f"{manifest.attempt.id}{node}"
+        )
+    for tag in listing.unmanaged(storage, root):
+        _say(f"{tag}  unmanaged (no manifest: written by someone else, never deleted)")
+    for damage in found.damaged:
+        _say(f"damaged: {damage}")
+    return 1 if found.damaged else 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from ckpt_engine import listing
+    from ckpt_engine.storage.posix import PosixStorage
+
+    storage, root = PosixStorage(), os.path.realpath(args.root)
+    found = listing.list_committed(storage, root)
+    chosen = [one for one in found.committed if args.tag in ("", one.manifest.attempt.tag)]
+    if not chosen and not found.damaged:
+        _say(f"no committed checkpoint {args.tag} in {root}".replace("  ", " "))
+        return 1
+    problems = [str(damage) for damage in found.damaged]
+    for one in chosen:
+        wrong = listing.verify(storage, one)
+        _say(f"{one.manifest.attempt.tag}  {'damaged' if wrong else 'intact'}")
+        problems += [str(damage) for damage in wrong]
+    for problem in problems:
+        _say(f"  {problem}")
+    return 1 if problems else 0
+
+
+def _gc(args: argparse.Namespace) -> int:
+    from ckpt_engine import locks, messages, shm
+    from ckpt_engine.names import Names
+    from ckpt_engine.slots import Slot
+
+    left = 0
+    for hash_ in _hashes():
+        names = Names(hash_)
+        alive = names.run_dir.is_dir() and any(
+            locks.holder(path) is not None for path in (names.saver_lock, *names.rank_locks().values())
+        )
+        for segment in names.segments():
+            slot = Slot.open(segment)
+            found = slot.snapshot() if slot is not None else None
+            what = "nothing restorable"
+            if found is not None:
+                what = f"{found[1].attempt.tag} of {found[1].root}, rank {found[1].rank}, {found[0].state.name}"
+            _say(f"{'live' if alive else 'dead'}  /dev/shm{segment}  {what}")
+            if slot is not None:
+                slot.close()
+        left += not alive
+        if args.delete and not alive:
+            for file_name in names.shm_files():
+                shm.unlink(f"/{file_name}")
+            messages.unlink(names.events_queue)
+            for local_rank in range(64):
+                messages.unlink(names.notify_queue(local_rank))
+            shutil.rmtree(names.run_dir, ignore_errors=True)
+    if left and not args.delete:
+        _say("dead ones wait for a restart of their job; 'ckpt-engine gc --delete' removes them")
+    return 0
+
+
+def _hashes() -> Iterator[str]:
+    """Hashes of all engines of this user that left something in /dev/shm."""
+    from ckpt_engine.names import SHM
+
+    found = set()
+    for entry in os.scandir(SHM):
+        match = re.match(r"ckpt-([0-9a-f]{16})(?:-|$)", entry.name)
+        if match and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+            found.add(match[1])
+    yield from sorted(found)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
