@@ -30,7 +30,7 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "ckpt_engine._C",
-            sorted(glob("csrc/*.cpp")),
+            ["csrc/bindings.cpp"],
             depends=sorted(glob("csrc/*.h")),
             cxx_std=17,
             extra_compile_args=["-O3", "-g0", "-Wall", "-Wextra"],
