@@ -18,7 +18,7 @@ from ckpt_engine.listing import read_manifest
 from ckpt_engine.manifest import Attempt, Failure, FileEntry, Manifest, Receipt, RunClaim, ShardRecord
 from ckpt_engine.record import MAX_RECORD_BYTES
 from ckpt_engine.runs import on_the_line
-from ckpt_engine.settle import finish, make_parents, parents_of
+from ckpt_engine.settle import finish, make_parents, sync_dirs_of
 from ckpt_engine.storage.base import Storage, is_missing, make_dirs, write_durably
 
 
@@ -100,8 +100,7 @@ def seal_external(storage: Storage, root: str, attempt: Attempt, name: str) -> F
     path = os.path.join(folder, name)
     with cancelled_if_gone(attempt):
         storage.sync_file(path)
-        for parent in [*parents_of([name]), ""]:
-            storage.sync_dir(os.path.join(folder, parent))
+        sync_dirs_of(storage, folder, [name])
         storage.sync_dir(root)
         nbytes, crc = storage.crc_of_file(path)
     return FileEntry(name, nbytes, crc, "external")

@@ -14,7 +14,7 @@ import json
 import types
 import typing
 from hashlib import blake2b
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ckpt_engine import errors
 
@@ -32,10 +32,12 @@ class Record:
     _least: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        for name, hint in _hints(type(self)).items():
+        for name, field in _fields(type(self)).items():
             value = getattr(self, name)
-            require(_fits(value, hint), f"{name} is {value!r:.80}, want {hint}")
-            require(type(value) is not int or self._least <= value < 2**63, f"{name} {value} is out of range")
+            if not field.fits(value):
+                raise ValueError(f"{name} is {value!r:.80}, want {field.kind.__name__}")
+            if type(value) is int and not self._least <= value < 2**63:
+                raise ValueError(f"{name} {value} is out of range")
         self._check()
 
     def _check(self) -> None:
@@ -43,13 +45,13 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings, integers and None."""
-        return {name: _plain(getattr(self, name)) for name in _hints(type(self))}
+        return {name: _plain(getattr(self, name)) for name in _fields(type(self))}
 
     @classmethod
     def from_dict(cls: type[R], data: object, path: str = "") -> R:
         """The record ``data`` describes. Raises Corrupt (naming ``path``) for anything else than a valid one."""
         try:
-            record: R = _typed(data, cls)
+            record: R = _record(data, cls)
         except (ValueError, TypeError, KeyError) as error:
             raise errors.Corrupt(
                 f"{path}: not a valid {cls.kind}: {error}", path=path, want=cls.kind, got=None
@@ -69,7 +71,10 @@ class Record:
             envelope = json.loads(data.decode("ascii"))
             require(type(envelope) is dict, "not a JSON object")
             version = envelope.get("format_version")
-            require(version == FORMAT_VERSION, f"format version {version!r:.40}, this program reads {FORMAT_VERSION}")
+            require(
+                type(version) is int and version == FORMAT_VERSION,
+                f"format version {version!r:.40}, this program reads {FORMAT_VERSION}",
+            )
             require(envelope.get("kind") == cls.kind, f"kind {envelope.get('kind')!r:.40}")
             require(envelope.get("checksum") == digest_of(envelope.get("body")), "checksum differs")
             require(_canonical(envelope) == data, "not in canonical form")
@@ -85,44 +90,54 @@ def require(condition: bool, reason: str) -> None:
         raise ValueError(reason)
 
 
-def _hints(cls: Any) -> dict[str, Any]:
-    hints = _known_hints.get(cls)
-    if hints is None:
-        every = typing.get_type_hints(cls)
-        hints = _known_hints[cls] = {field.name: every[field.name] for field in dataclasses.fields(cls)}
-    return hints
+class _Field(NamedTuple):
+    """The grammar of a field: ``kind``, ``tuple[kind, ...]`` (``many``) or ``kind | None`` (``optional``)."""
+
+    kind: Any
+    many: bool
+    optional: bool
+
+    def fits(self, value: object) -> bool:
+        if self.many:
+            return type(value) is tuple and all(type(item) is self.kind for item in value)
+        return type(value) is self.kind or (self.optional and value is None)
+
+    def typed(self, value: Any) -> Any:
+        """``value`` with dicts turned into records and lists into tuples; the record checks the rest."""
+        if self.many:
+            require(type(value) is list, f"want a list, got {value!r:.80}")
+            return tuple(_record(item, self.kind) for item in value)
+        return None if self.optional and value is None else _record(value, self.kind)
 
 
-_known_hints: dict[Any, dict[str, Any]] = {}
+_known_fields: dict[Any, dict[str, _Field]] = {}
 
 
-def _fits(value: object, hint: Any) -> bool:
-    if typing.get_origin(hint) is tuple:
-        return type(value) is tuple and all(type(item) is typing.get_args(hint)[0] for item in value)
-    if typing.get_origin(hint) is types.UnionType:
-        return type(value) in typing.get_args(hint)
-    return type(value) is hint
+def _fields(cls: Any) -> dict[str, _Field]:
+    fields = _known_fields.get(cls)
+    if fields is None:
+        hints = typing.get_type_hints(cls)
+        fields = _known_fields[cls] = {field.name: _field(hints[field.name]) for field in dataclasses.fields(cls)}
+    return fields
+
+
+def _field(hint: Any) -> _Field:
+    many, optional = typing.get_origin(hint) is tuple, typing.get_origin(hint) is types.UnionType
+    return _Field(typing.get_args(hint)[0] if many or optional else hint, many, optional)
+
+
+def _record(value: Any, kind: Any) -> Any:
+    if not issubclass(kind, Record):
+        return value
+    fields = _fields(kind)
+    require(type(value) is dict and value.keys() == fields.keys(), f"want the fields {list(fields)}")
+    return kind(**{name: field.typed(value[name]) for name, field in fields.items()})
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Record):
         return value.to_dict()
     return [_plain(item) for item in value] if type(value) is tuple else value
-
-
-def _typed(value: Any, hint: Any) -> Any:
-    """``value`` with dicts turned into records and lists into tuples; the records check the rest."""
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is tuple:
-        require(type(value) is list, f"want a list, got {value!r:.80}")
-        return tuple(_typed(item, arguments[0]) for item in value)
-    if typing.get_origin(hint) is types.UnionType:
-        return None if value is None else _typed(value, arguments[0])
-    if issubclass(hint, Record):
-        hints = _hints(hint)
-        require(type(value) is dict and value.keys() == hints.keys(), f"want the fields {list(hints)}")
-        return hint(**{name: _typed(value[name], kind) for name, kind in hints.items()})
-    return value
 
 
 def _canonical(value: object) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from ckpt_engine import disk_names
 from ckpt_engine.errors import Corrupt, StorageError
@@ -80,6 +80,14 @@ def parents_of(names: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
+def sync_dirs_of(storage: Storage, folder: str, names: Sequence[str]) -> None:
+    """The directories that ``names`` lie in, ``folder`` itself included."""
+    for parent in parents_of(names):
+        storage.sync_dir(os.path.join(folder, parent))
+    if names:
+        storage.sync_dir(folder)
+
+
 def make_parents(storage: Storage, folder: str, names: Iterable[str]) -> None:
     for parent in parents_of(names):
         path = os.path.join(folder, parent)
@@ -94,14 +102,14 @@ def _settle(storage: Storage, root: str, manifest: Manifest, keep_copies: bool) 
     tombstones = _tombstones(storage, folder, manifest)
     taken = names_of_peers(storage, folder, manifest)
     own = [entry.name for entry in manifest.files() if entry.origin == "shard" and entry.name not in taken]
-    waiting = [name for name in own if storage.size(os.path.join(copies, name)) is not None]
+    there = [name for name in own if storage.size(os.path.join(copies, name)) is not None]
+    waiting = [name for name in there if not storage.same_file(os.path.join(copies, name), os.path.join(folder, name))]
     if tombstones:
         old = {entry.name for older in tombstones.values() for entry in older.files() if entry.origin == "shard"}
         keep = taken | {entry.name for entry in manifest.files() if entry.origin == "external"}
-        _clear(storage, folder, old - keep - set(own))
+        _clear(storage, folder, old - keep - set(own), parents_of(own))
         if waiting and _has_links(storage, copies, waiting[0]):
-            stale = [name for name in waiting if not _same(storage, copies, folder, name)]
-            _clear(storage, folder, old.intersection(stale))
+            _clear(storage, folder, old.intersection(waiting), parents_of(own))
     _install_all(storage, copies, folder, waiting)
     tools = [entry.name for entry in manifest.files() if entry.origin == "tool"]
     moved = [_move_if_there(storage, os.path.join(copies, name), os.path.join(root, name)) for name in tools]
@@ -111,18 +119,20 @@ def _settle(storage: Storage, root: str, manifest: Manifest, keep_copies: bool) 
         remove_tree(storage, os.path.join(folder, disk_names.attempt_dir(older.attempt.id, older.node)))
         storage.unlink(path)
     if not (keep_copies or tombstones):
-        for name in waiting:
+        sync_dirs_of(storage, folder, there)  # links of another saver, too
+        for name in there:
             storage.unlink(os.path.join(copies, name))
 
 
-def _clear(storage: Storage, folder: str, names: Iterable[str]) -> None:
+def _clear(storage: Storage, folder: str, doomed: Collection[str], needed: Collection[str]) -> None:
     """Stock tools shall find a whole checkpoint or a missing file: old names go, durably, before new ones come."""
-    doomed = sorted(names)
-    gone = [name for name in doomed if storage.unlink(os.path.join(folder, name))]
-    for parent in reversed(parents_of(gone)):
-        storage.remove_dir(os.path.join(folder, parent))
-    if gone:
-        _sync_all(storage, folder, gone)
+    for name in sorted(doomed):
+        storage.unlink(os.path.join(folder, name))
+    for parent in reversed(parents_of(doomed)):
+        path = os.path.join(folder, parent)
+        if (parent in needed or not storage.remove_dir(path)) and storage.size(path) is not None:
+            storage.sync_dir(path)
+    storage.sync_dir(folder)  # even if another saver has removed them all: it may not have come to its sync
 
 
 def _install_all(storage: Storage, copies: str, folder: str, names: list[str]) -> None:
@@ -130,21 +140,7 @@ def _install_all(storage: Storage, copies: str, folder: str, names: list[str]) -
     make_parents(storage, folder, names)
     for name in sorted(names, key=lambda name: (name.endswith("model_states.pt"), name)):
         _install(storage, os.path.join(copies, name), os.path.join(folder, name))
-    if names:
-        _sync_all(storage, folder, names)
-
-
-def _sync_all(storage: Storage, folder: str, names: Iterable[str]) -> None:
-    for parent in [*parents_of(names), ""]:
-        try:
-            storage.sync_dir(os.path.join(folder, parent))
-        except StorageError as error:
-            if not is_missing(error):  # a directory that is gone needs no sync
-                raise
-
-
-def _same(storage: Storage, copies: str, folder: str, name: str) -> bool:
-    return storage.same_file(os.path.join(copies, name), os.path.join(folder, name))
+    sync_dirs_of(storage, folder, names)
 
 
 def _tombstones(storage: Storage, folder: str, manifest: Manifest) -> dict[str, Manifest]:
@@ -187,6 +183,9 @@ def _replace(storage: Storage, copy: str, plain: str) -> None:
 
 
 def _move_if_there(storage: Storage, source: str, target: str) -> bool:
+    if storage.size(source) is None or storage.same_file(source, target):  # a rename between two links does nothing
+        storage.unlink(source)
+        return False
     try:
         storage.rename(source, target)
     except StorageError as error:

@@ -1,0 +1,260 @@
+"""Whoever dies, at whatever instant: invariants 4 and 5 on a disk that keeps only what was synced."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_model import (
+    Dying,
+    Killed,
+    ModelDisk,
+    attempt_of,
+    authors,
+    claim_of,
+    publish,
+    paths,
+    recover,
+    retain,
+    take_turns,
+    write_node,
+)
+
+from ckpt_engine import commit, disk_names, listing, runs
+from ckpt_engine.errors import Cancelled, NotFound
+from ckpt_engine.manifest import Attempt
+from ckpt_engine.storage import PosixStorage
+
+FILES = {0: ("mp_rank_00_model_states.pt", "sub/dir/a.pt"), 1: ("zero_1_optim_states.pt", "zero_to_fp32.py")}
+FEWER = {0: ("mp_rank_00_model_states.pt", "other.pt"), 1: ()}
+
+Said = list[Attempt]
+"""Attempts whose publisher was told that they are committed."""
+
+
+def save(storage: Any, root: str, attempt: Attempt, said: Said, files: dict[int, tuple[str, ...]] = FILES) -> None:
+    write_node(storage, root, attempt, files)
+    outcome = publish(storage, root, attempt)
+    assert isinstance(outcome, commit.Published) and outcome.trouble is None
+    said.append(attempt)
+
+
+def first_save(storage: Any, root: str, said: Said) -> None:
+    save(storage, root, attempt_of(2, "global_step20"), said)
+
+
+def re_save(storage: Any, root: str, said: Said) -> None:
+    save(storage, root, attempt_of(2, "global_step10"), said, FEWER)
+    save(storage, root, attempt_of(3, "global_step10"), said)
+
+
+def retention(storage: Any, root: str, said: Said) -> None:
+    for seq in (2, 3):
+        save(storage, root, attempt_of(seq, f"global_step{seq}0"), said)
+        retain(storage, root, 1)
+
+
+def roll_back(storage: Any, root: str, said: Said) -> None:
+    first, second = attempt_of(1, "global_step10"), attempt_of(2, "global_step20")
+    save(storage, root, second, said)
+    runs.claim_run(storage, root, claim_of(2, first, "1" * 16))
+    save(storage, root, attempt_of(0, "global_step20", 2, "1" * 16), said, FEWER)
+
+
+SCENARIOS: list[Callable[[Any, str, Said], None]] = [first_save, re_save, retention, roll_back]
+
+
+def prepare(storage: Any, root: str) -> Said:
+    said: Said = []
+    runs.adopt_root_id(storage, root, "ab" * 8)
+    runs.claim_run(storage, root, claim_of(1))
+    save(storage, root, attempt_of(1, "global_step10"), said)
+    return said
+
+
+def check(storage: Any, root: str, said: Said) -> None:
+    """Before and after recovery: what counts is whole, and nothing that was promised is lost."""
+    found = listing.list_committed(storage, root)
+    assert found.damaged == ()
+    for one in found.committed:
+        assert listing.verify(storage, one) == ()
+        assert len(authors(storage, one.commit_dir)) <= 1, "stock tools find a mixture"
+    newest = max(attempt.order for attempt in said)
+    assert found.committed and found.committed[0].order >= newest
+    latest = storage.read_small(f"{root}/latest", 4096)
+    assert latest is not None and latest.decode() in [one.manifest.attempt.tag for one in found.committed]
+
+
+def check_recovered(storage: Any, root: str, said: Said) -> None:
+    recover(storage, root)
+    check(storage, root, said)
+    committed = listing.list_committed(storage, root).committed
+    assert (storage.read_small(f"{root}/latest", 4096) or b"").decode() == committed[0].manifest.attempt.tag
+    for one in committed:
+        assert authors(storage, one.commit_dir) <= {one.manifest.attempt.id}
+        for entry in one.manifest.files():
+            plain = os.path.join(root if entry.origin == "tool" else one.commit_dir, entry.name)
+            assert storage.size(plain) is not None, "a plain name is missing after recovery"
+    kept = {one.manifest.attempt.id for one in committed}
+    for path in paths(storage, root):
+        parts = os.path.relpath(path, root).split("/")
+        if any(name.order > committed[0].order for name in filter(None, map(disk_names.parse_attempt_dir, parts))):
+            continue  # an attempt after the newest committed one: the next commit makes it a leftover
+        assert not any(disk_names.is_temp(part) or disk_names.parse_tombstone(part) for part in parts), path
+        for name in filter(None, map(disk_names.parse_attempt_dir, parts)):
+            assert name.id in kept, path
+    counting = Dying(storage, -1)
+    recover(counting, root)
+    assert [change for change in counting.changes if change[0] not in ("unlink", "sync_dir", "remove_dir")] == []
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_power_cut_at_every_change_keeps_what_was_committed(scenario: Callable[[Any, str, Said], None]) -> None:
+    for at in itertools.count():
+        disk = ModelDisk()
+        said = prepare(disk, "/root")
+        try:
+            scenario(Dying(disk, at), "/root", said)
+        except Killed:
+            draw = random.Random(at)
+            choices = [lambda count: 0, lambda count: count - 1, *[draw.randrange] * 2]
+            for choose in choices:
+                left = disk.crash(choose)
+                check(left, "/root", said)
+                check_recovered(left, "/root", said)
+        else:
+            assert at > 50
+            break
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_kill_at_every_fifth_change_on_a_real_disk_keeps_what_was_committed(
+    scenario: Callable[[Any, str, Said], None], tmp_path: Path
+) -> None:
+    for at in itertools.count(step=5):
+        root = str(tmp_path / str(at))
+        disk = PosixStorage()
+        said = prepare(disk, root)
+        try:
+            scenario(Dying(disk, at), root, said)
+        except Killed:
+            check(disk, root, said)
+            check_recovered(disk, root, said)
+        else:
+            break
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_kill_during_recovery_is_recovered_from(scenario: Callable[[Any, str, Said], None]) -> None:
+    for at in range(0, 400, 7):
+        disk = ModelDisk()
+        said = prepare(disk, "/root")
+        try:
+            scenario(Dying(disk, at), "/root", said)
+        except Killed:
+            for again in range(0, 40, 9):
+                left = disk.crash(random.Random(at).randrange)
+                try:
+                    recover(Dying(left, again), "/root")
+                except Killed:
+                    left = left.crash(random.Random(again).randrange)
+                check(left, "/root", said)
+                check_recovered(left, "/root", said)
+        else:
+            break
+
+
+def two_savers(seq: int, tag: str, said: Said) -> list[Callable[[Any], None]]:
+    """Two nodes with a rank each; both publish as soon as they can, and retain."""
+    attempt = attempt_of(seq, tag)
+
+    def node(index: int) -> Callable[[Any], None]:
+        def job(storage: Any) -> None:
+            write_node(storage, "/root", attempt, {index: FILES[index]}, node=index, nodes=2)
+            while True:
+                try:
+                    outcome = publish(storage, "/root", attempt, nodes=2)
+                except Cancelled:
+                    pytest.fail("cancelled though nobody removed the directory")
+                if isinstance(outcome, commit.Published):
+                    break
+                assert isinstance(outcome, commit.Waiting)
+            assert outcome.trouble is None
+            said.append(attempt)
+            retain(storage, "/root", 2)
+
+        return job
+
+    return [node(0), node(1)]
+
+
+@pytest.mark.parametrize("tag", ["global_step20", "global_step10"], ids=["first save", "re-save"])
+def test_two_savers_that_publish_at_once_lose_nothing_whenever_they_die(tag: str) -> None:
+    for seed in range(60):
+        draw = random.Random(seed)
+        disk = ModelDisk()
+        said = prepare(disk, "/root")
+        take_turns(disk, two_savers(2, tag, said), draw, kill_at=draw.randrange(40, 200))
+        for choose in (lambda count: count - 1, draw.randrange, draw.randrange):
+            left = disk.crash(choose)
+            check(left, "/root", said)
+            check_recovered(left, "/root", said)
+
+
+def test_two_savers_end_with_every_file_under_its_plain_name() -> None:
+    for seed, tag in itertools.product(range(30), ["global_step20", "global_step10"]):
+        disk = ModelDisk()
+        said = prepare(disk, "/root")
+        take_turns(disk, two_savers(2, tag, said), random.Random(seed))
+        check(disk, "/root", said)
+        newest = listing.list_committed(disk, "/root").committed[0]
+        assert newest.manifest.attempt == attempt_of(2, tag)
+        for entry in newest.manifest.files():
+            plain = f"/root/{entry.name}" if entry.origin == "tool" else f"/root/{tag}/{entry.name}"
+            assert disk.size(plain) is not None
+        assert disk.size("/root/global_step10/other.pt") is None
+
+
+def test_a_reader_during_a_re_save_gets_the_old_bytes_the_new_bytes_or_not_found() -> None:
+    for seed in range(40):
+        disk = ModelDisk()
+        said = prepare(disk, "/root")
+        seen: list[str] = []
+
+        def read(storage: Any, seen: list[str] = seen) -> None:
+            for _ in range(6):
+                one = listing.list_committed(storage, "/root").committed[-1]
+                try:
+                    for entry in one.manifest.files():
+                        if entry.origin != "tool":
+                            buffer = bytearray(entry.nbytes)
+                            listing.read_verified(storage, one, entry, buffer)
+                            assert buffer.startswith(one.manifest.attempt.id.encode())
+                    seen.append(one.manifest.attempt.id)
+                except NotFound:
+                    seen.append("again")
+
+        def write(storage: Any, said: Said = said) -> None:
+            re_save(storage, "/root", said)
+
+        take_turns(disk, [read, write], random.Random(seed))
+        assert len(seen) == 6
+
+
+def test_deleters_at_once_never_remove_the_last_checkpoint() -> None:
+    for seed in range(60):
+        disk = ModelDisk()
+        said = prepare(disk, "/root")
+        for seq in (2, 3, 4):
+            save(disk, "/root", attempt_of(seq, f"global_step{seq}0"), said)
+        draw = random.Random(seed)
+        jobs = [lambda storage, keep=keep: retain(storage, "/root", keep) for keep in (1, 2, 1)]
+        take_turns(disk, jobs, draw, kill_at=draw.choice([-1, draw.randrange(120)]))
+        left = disk.crash(draw.randrange)
+        check(left, "/root", said)
+        check_recovered(left, "/root", said)
