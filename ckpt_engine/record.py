@@ -60,9 +60,7 @@ class Record:
 
     def to_bytes(self) -> bytes:
         """Equal records give equal bytes."""
-        body = self.to_dict()
-        envelope = {"body": body, "checksum": digest_of(body), "format_version": FORMAT_VERSION, "kind": self.kind}
-        return _canonical(envelope)
+        return _canonical(_envelope(self.to_dict(), self.kind))
 
     @classmethod
     def from_bytes(cls: type[R], data: bytes, path: str) -> R:
@@ -76,8 +74,9 @@ class Record:
                 f"format version {version!r:.40}, this program reads {FORMAT_VERSION}",
             )
             require(envelope.get("kind") == cls.kind, f"kind {envelope.get('kind')!r:.40}")
-            require(envelope.get("checksum") == digest_of(envelope.get("body")), "checksum differs")
-            require(_canonical(envelope) == data, "not in canonical form")
+            want = _envelope(envelope.get("body"), cls.kind)
+            require(envelope.get("checksum") == want["checksum"], "checksum differs")
+            require(_canonical(want) == data, "not in canonical form")
         except (ValueError, TypeError, RecursionError) as error:
             raise errors.Corrupt(
                 f"{path}: not a valid {cls.kind}: {error}", path=path, want=cls.kind, got=None
@@ -138,6 +137,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Record):
         return value.to_dict()
     return [_plain(item) for item in value] if type(value) is tuple else value
+
+
+def _envelope(body: object, kind: str) -> dict[str, object]:
+    return {"body": body, "checksum": digest_of(body), "format_version": FORMAT_VERSION, "kind": kind}
 
 
 def _canonical(value: object) -> bytes:
