@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,17 @@ from ckpt_engine import __version__, locks
 from ckpt_engine.config import Options, saver_environment
 from ckpt_engine.control import Page, RankPage, SaverPage
 from ckpt_engine.errors import ConfigError, SaverDied, SaverUnavailable, VersionMismatch
-from ckpt_engine.events import span
-from ckpt_engine.messages import Mailbox, Wake
+from ckpt_engine.events import log, span
+from ckpt_engine.messages import LOOK_S, Mailbox, Wake
 from ckpt_engine.names import Names
 from ckpt_engine.waits import Deadline, pause
 
 PROTOCOL = f"{__version__}/1"
 """Ranks and saver must agree on this text; it changes with the layout of slots, pages or messages."""
+
+
+_CANNOT_RUN = frozenset({1, 2})
+"""Exit codes of a saver that will not run next time either: Python's own and ours (``saver/__main__``)."""
 
 
 class _Child(subprocess.Popen[bytes]):
@@ -35,13 +40,15 @@ class _Child(subprocess.Popen[bytes]):
 
 
 class Link:
-    """One rank's connection to the saver of its node."""
+    """One rank's connection to the saver of its node. Several threads may wait on it at once."""
 
     def __init__(self, names: Names, *, root: str, options: Options, local_rank: int) -> None:
         self.names = names
         self.local_rank = local_rank
         self._root = root
         self.options = options
+        self._own = locks.lock_file(names.rank_lock(local_rank))
+        self._mutex = threading.RLock()  # guards the fields below; nobody waits for a message while holding it
         self._child: _Child | None = None
         self._page: Page | None = None
         self._saver_page: Page | None = None
@@ -52,9 +59,22 @@ class Link:
     def register(self, *, rank: int, local_world: int) -> None:
         """Be alive on this node: own lock, control page and queues; a saver is started if there is none.
 
-        Raises ConfigError if another live process is this rank, or if the run directory is not ours.
+        Raises ConfigError if another live process is this rank, or if the run directory is not ours; SaverError. Then
+        nothing is held.
         """
         deadline = Deadline(self.options.saver.start_s)
+        if self._own.held:
+            raise ConfigError(
+                f"this process has an engine for local rank {self.local_rank} on {self._root} already: "
+                "close it first, or give the second one another name="
+            )
+        try:
+            self._register(deadline, rank, local_world)
+        except BaseException:
+            self.close(goodbye=False)
+            raise
+
+    def _register(self, deadline: Deadline, rank: int, local_world: int) -> None:
         while True:
             make_run_dir(self.names.run_dir)
             with contextlib.suppress(FileNotFoundError):  # a retiring saver removed the directory: once more
@@ -78,14 +98,8 @@ class Link:
         if not spawn.lock(deadline):
             return False
         try:
-            own = locks.lock_file(self.names.rank_lock(self.local_rank))
-            if own.locked_here:
-                raise ConfigError(
-                    f"this process has an engine for local rank {self.local_rank} on {self._root} already: "
-                    "close it first, or give the second one another name="
-                )
-            if not own.try_lock():
-                pid = locks.holder(own.path)
+            if not self._own.try_lock():
+                pid = self._own.holder()
                 raise ConfigError(
                     f"another live job (pid {pid}) is local rank {self.local_rank} on {self._root}: end it, or give "
                     "this one another job= or name="
@@ -100,10 +114,22 @@ class Link:
         return self._record
 
     def say(self, **changes: object) -> None:
-        """Change this rank's control page."""
-        self._record = replace(self._record, **changes)  # type: ignore[arg-type]  # field names are checked by replace
-        if self._page is not None:
-            self._page.write(self._record)
+        """Change this rank's control page. Raises SaverUnavailable if this rank was replaced by another process."""
+        with self._mutex:
+            self._record = replace(self._record, **changes)  # type: ignore[arg-type]  # replace checks the names
+            if self._page is not None:
+                self._stay_registered()
+                self._page.write(self._record)
+
+    def _stay_registered(self) -> None:
+        """If somebody emptied /dev/shm under us (logind's RemoveIPC, an administrator), be there again."""
+        make_run_dir(self.names.run_dir)
+        if not self._own.keep():
+            raise SaverUnavailable(f"{self._own.path} was removed, and another process took this rank's place")
+        if self._page is not None and self._page.unlinked():
+            log.warning("%s was unlinked by someone (logind's RemoveIPC?): made anew", self.names.run_dir)
+            self._page.close()
+            self._page = Page.own(self.names.rank_control(self.local_rank))
 
     def ensure_saver(self) -> SaverPage:
         """The record of a live saver of our version, started if need be.
@@ -118,7 +144,7 @@ class Link:
                 if record.version == PROTOCOL:
                     return record
                 last = f"the running saver (pid {record.pid}) is {record.version}, this is {PROTOCOL}"
-                self._ask_to_leave()
+                self._ask_to_leave(record)
             elif record is None:
                 self._spawn_under_lock(deadline)
             self._notice_failed_start()
@@ -126,42 +152,45 @@ class Link:
                 if record is not None and record.version not in ("", PROTOCOL):
                     raise VersionMismatch(last, want=PROTOCOL, got=record.version)
                 raise SaverUnavailable(
-                    f"no saver became ready within {self.options.saver.start_s:g} s ({last}); see {self.names.saver_log}"
+                    f"no saver was ready within {self.options.saver.start_s:g} s ({last}); see {self.names.saver_log}"
                 )
             pause(deadline.slice(0.01))
 
     def saver(self) -> SaverPage | None:
         """What the live saver says about itself; None if no process holds its lock."""
         pid = locks.holder(self.names.saver_lock)
-        if self._child is not None and self._child.poll() is not None and pid is None:
-            self._child = None  # reaped
         if pid is None:
             return None
-        if self._saver_page is None or self._saver_page.unlinked():
-            self._saver_page = Page.find(self.names.saver_control)
-        record = self._saver_page.read(SaverPage) if self._saver_page is not None else None
+        record = self.outcomes()
         if record is None or (pid and record.pid != pid):
             return SaverPage(pid=pid)  # it holds the lock and has not written its page yet
         return record
 
     def outcomes(self) -> SaverPage | None:
         """The last words of the saver, dead or alive."""
-        if self._saver_page is None or self._saver_page.unlinked():
-            self._saver_page = Page.find(self.names.saver_control)
-        return self._saver_page.read(SaverPage) if self._saver_page is not None else None
+        with self._mutex:
+            if self._saver_page is None or self._saver_page.unlinked():
+                if self._saver_page is not None:
+                    self._saver_page.close()
+                self._saver_page = Page.find(self.names.saver_control)
+            return self._saver_page.read(SaverPage) if self._saver_page is not None else None
 
     def wake(self, reason: str, digest: str = "") -> None:
-        if self._events is not None:
-            self._events.send(Wake(reason, self.local_rank, digest))
+        box = self._events
+        if box is not None:
+            box.send(Wake(reason, self.local_rank, digest))
 
     def listen(self, timeout_s: float) -> None:
         """Wait for a message to this rank, at most ``timeout_s`` (≤ 1 s); what it says does not matter."""
-        if self._notify is None:
-            pause(timeout_s)
+        box = self._notify
+        if box is None:
+            pause(min(timeout_s, LOOK_S))
         else:
-            self._notify.receive(timeout_s)
+            box.receive(timeout_s)
 
-    def wait(self, condition: Callable[[], bool], deadline: Deadline, every_s: Callable[[], float] = lambda: 1.0) -> bool:
+    def wait(
+        self, condition: Callable[[], bool], deadline: Deadline, every_s: Callable[[], float] = lambda: 1.0
+    ) -> bool:
         """Wait until ``condition``; looks after each message and each slice, and keeps a saver alive meanwhile.
 
         Raises SaverDied if the saver is dead and no other can be started.
@@ -180,43 +209,41 @@ class Link:
 
     def close(self, *, goodbye: bool) -> None:
         """Let go of lock and queues. Without ``goodbye`` it looks like a death: snapshots stay (invariant 14)."""
-        if self._page is None:
-            return
-        if goodbye:
-            self.say(goodbye=True)
-            self.wake("goodbye")
-        self._page.close()
-        self._page = None
-        if self._saver_page is not None:
-            self._saver_page.close()
-            self._saver_page = None
-        own = locks.lock_file(self.names.rank_lock(self.local_rank))
-        if own.locked_here:
-            own.unlock()
-        if goodbye:
-            self.wake("goodbye")
+        with self._mutex:
+            if self._page is not None:
+                self._page.write(replace(self._record, goodbye=goodbye))
+            for page in (self._page, self._saver_page):
+                if page is not None:
+                    page.close()
+            self._page = self._saver_page = None
+        if self._own.held:
+            self._own.unlock()
+        self.wake("goodbye")
         for box in (self._events, self._notify):
             if box is not None:
                 box.close()
         self._events = self._notify = None
 
-    def _ask_to_leave(self) -> None:
-        if self._saver_page is not None:
-            self._saver_page.ask_to_leave()
+    def _ask_to_leave(self, record: SaverPage) -> None:
+        with self._mutex:
+            if self._saver_page is not None:
+                self._saver_page.ask_to_leave(record.epoch)
         self.wake("leave")
 
     def _spawn_under_lock(self, deadline: Deadline) -> None:
         spawn = locks.lock_file(self.names.spawn_lock)
         make_run_dir(self.names.run_dir)
-        if spawn.lock(deadline):
-            try:
-                self._spawn_if_free()
-            finally:
-                spawn.unlock()
+        with contextlib.suppress(FileNotFoundError):  # removed again just now; the caller looks again
+            if spawn.lock(deadline):
+                try:
+                    self._spawn_if_free()
+                finally:
+                    spawn.unlock()
 
     def _spawn_if_free(self) -> None:
         """REQUIRES: spawn.lock is held."""
-        running = self._child is not None and self._child.poll() is None
+        with self._mutex:
+            running = self._child is not None and self._child.poll() is None
         if running or locks.holder(self.names.saver_lock) is not None:
             return
         options = self.options
@@ -243,15 +270,18 @@ class Link:
                 raise SaverUnavailable(f"cannot start a saver with {sys.executable}: {error}") from error
 
     def _notice_failed_start(self) -> None:
-        child = self._child
-        if child is None or child.poll() in (None, 0):
+        """Reap our saver. Raises SaverUnavailable if it could not start; one that was killed is only replaced."""
+        with self._mutex:
+            child = self._child
+            if child is None or (code := child.poll()) is None:
+                return
+            self._child = None
+        if code not in _CANNOT_RUN:
             return
-        self._child = None
+        tail = ""
         with contextlib.suppress(OSError):
-            tail = self.names.saver_log.read_text(errors="replace").strip().splitlines()[-1:]
-            raise SaverUnavailable(
-                f"the saver ended at once with code {child.returncode}: {' '.join(tail)} (log: {self.names.saver_log})"
-            )
+            tail = " ".join(self.names.saver_log.read_text(errors="replace").strip().splitlines()[-1:])
+        raise SaverUnavailable(f"the saver ended at once with code {code}: {tail} (log: {self.names.saver_log})")
 
 
 def make_run_dir(path: Path) -> None:

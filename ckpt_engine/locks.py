@@ -19,24 +19,28 @@ from ckpt_engine.errors import ConfigError
 from ckpt_engine.waits import Deadline, pause
 
 _FLOCK = "hhlli4x"  # struct flock on 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class LockFile:
-    """One lock file of this process. ``with lock.held(deadline)``, or ``try_lock`` to keep it for life."""
+    """One lock file of this process; see ``lock_file``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._mutex = threading.Lock()
+        self.held = False
+        self._mutex = threading.Lock()  # guards the descriptor for an instant; nobody waits while holding it
         self._fd = -1
 
     def try_lock(self) -> bool:
-        """True if the lock is now ours. After a crash: the kernel has released it."""
-        if not self._mutex.acquire(blocking=False):
-            return False
-        if self._lock_file():
-            return True
-        self._mutex.release()
-        return False
+        """True if the lock is now ours; False if another process, or another thread of this one, has it.
+
+        Raises OSError, FileNotFoundError if the directory is gone. After a crash: the kernel has released it.
+        """
+        with self._mutex:
+            if self.held:
+                return False
+            self.held = self._lock_file()
+            return self.held
 
     def lock(self, deadline: Deadline) -> bool:
         """``try_lock`` until the deadline."""
@@ -47,17 +51,39 @@ class LockFile:
         return True
 
     def unlock(self) -> None:
-        fcntl.lockf(self._fd, fcntl.LOCK_UN)
-        self._mutex.release()
+        with self._mutex:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+            self.held = False
 
-    @property
-    def locked_here(self) -> bool:
-        return self._mutex.locked()
+    def keep(self) -> bool:
+        """Still ours; if somebody removed the file, locked anew. False: another process was faster.
+
+        REQUIRES: held. Raises OSError, FileNotFoundError if the directory is gone.
+        """
+        with self._mutex:
+            self.held = self._is_the_file_at_path() or self._lock_file()
+            return self.held
+
+    def holder(self) -> int | None:
+        """See ``holder``; the mutex keeps this process from locking the file while the probe closes it."""
+        with self._mutex:
+            if self.held:
+                raise ConfigError(f"{self.path} is held by this process: it cannot probe itself")
+            try:
+                fd = os.open(self.path, _FLAGS)
+            except FileNotFoundError:
+                return None
+            try:
+                question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, question))
+            finally:
+                os.close(fd)
+            return None if kind == fcntl.F_UNLCK else int(pid)
 
     def _lock_file(self) -> bool:
         while True:
             if self._fd < 0:
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                self._fd = os.open(self.path, _FLAGS | os.O_CREAT, 0o600)
             try:
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -66,7 +92,7 @@ class LockFile:
                 raise
             if self._is_the_file_at_path():
                 return True
-            os.close(self._fd)  # a retiring saver unlinked it under us: this lock means nothing
+            os.close(self._fd)  # it was removed under us: this lock means nothing
             self._fd = -1
 
     def _is_the_file_at_path(self) -> bool:
@@ -94,19 +120,4 @@ def holder(path: Path) -> int | None:
 
     Raises ConfigError if this process holds it: a record lock never shows to its owner.
     """
-    mine = lock_file(path)
-    if not mine._mutex.acquire(blocking=False):
-        raise ConfigError(f"{path} is held by this process: it cannot probe itself")
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    else:
-        try:
-            question = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, question))
-        finally:
-            os.close(fd)
-        return None if kind == fcntl.F_UNLCK else int(pid)
-    finally:
-        mine._mutex.release()
+    return lock_file(path).holder()

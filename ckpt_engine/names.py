@@ -15,6 +15,7 @@ from pathlib import Path
 SHM = Path("/dev/shm")
 _HASH = "[0-9a-f]{16}"
 _SEGMENT = re.compile(rf"ckpt-({_HASH})-r(\d{{1,6}})-s(\d{{1,3}})-e(\d{{1,6}})")
+_RANK_LOCK = re.compile(r"rank-(\d{1,6})\.lock")
 _CONTROL = re.compile(rf"ckpt-({_HASH})-(?:r(\d{{1,6}})|saver)-ctl")
 
 
@@ -100,10 +101,14 @@ class Names:
         return sorted(found for name in self.shm_files() if (found := parse_segment(name)))
 
     def rank_locks(self) -> dict[int, Path]:
-        """Local rank → lock file, for every rank that ever registered here."""
-        pattern = re.compile(r"rank-(\d{1,6})\.lock")
-        found = ((pattern.fullmatch(name), name) for name in os.listdir(self.run_dir))
-        return {int(match[1]): self.run_dir / name for match, name in found if match}
+        """Local rank → lock file, for all that ever registered here: by lock file or, should that be gone, by page."""
+        try:
+            locks = [_RANK_LOCK.fullmatch(name) for name in os.listdir(self.run_dir)]
+        except FileNotFoundError:
+            locks = []
+        found = {int(match[1]) for match in locks if match}
+        found |= {rank for name in self.shm_files() if (rank := parse_rank_control(name)) is not None}
+        return {local_rank: self.rank_lock(local_rank) for local_rank in sorted(found)}
 
 
 def this_node() -> str:
