@@ -29,7 +29,11 @@ class Room:
 
 def room(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> Room:
     """The tightest of tmpfs free, MemAvailable and (limit - use) of every cgroup above this process."""
-    rooms = [Room(shm.free_bytes(), "/dev/shm"), Room(_mem_available(proc), "MemAvailable"), *_cgroups(cgroup_root, proc)]
+    rooms = [
+        Room(shm.free_bytes(), "/dev/shm"),
+        Room(_mem_available(proc), "MemAvailable"),
+        *_cgroups(cgroup_root, proc),
+    ]
     tightest = min(rooms, key=lambda found: found.free_bytes)
     reserve = min(_RESERVE_BYTES, tightest.free_bytes // 16)
     return Room(max(0, tightest.free_bytes - reserve), tightest.limit)

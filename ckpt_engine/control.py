@@ -5,9 +5,9 @@ So a reader always finds one whole record, even if the writer was killed in the 
 
     0     magic "CKPTPAGE"
     8     uint64 counter: copy (counter & 1) is current, 0 = nothing written yet
-    16    uint64 wishes of others: 1 = please leave
-    4096  copy 0: uint32 length, uint32 CRC-32, msgpack
-    10240 copy 1
+    16    uint64 wish of others: the epoch of the saver that is asked to leave
+    4096  copy 0: uint32 length, uint32 CRC-32, msgpack without what has its default
+    34816 copy 1
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import contextlib
 import struct
 import threading
 import zlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import msgpack
@@ -26,8 +26,8 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.states import Order
 
 _MAGIC = b"CKPTPAGE"
-_NBYTES = 16384
-_COPY = 6144
+_NBYTES = 65536
+_COPY = 30720  # 64 outcomes; the two longest paths there are
 _HEAD = struct.Struct("<II")
 
 
@@ -77,10 +77,20 @@ class SaverPage:
     epoch: int = 0
     ready: bool = False
     leaving: bool = False
-    outcomes: tuple[Outcome, ...] = field(default_factory=tuple)
+    outcomes: tuple[Outcome, ...] = ()
 
 
 _T = TypeVar("_T", RankPage, SaverPage)
+
+
+def _pack(record: Any) -> bytes:
+    packed: bytes = msgpack.packb(record, default=_without_defaults, unicode_errors="surrogateescape")
+    return packed
+
+
+def _without_defaults(record: Any) -> dict[str, Any]:
+    values = ((spec, getattr(record, spec.name)) for spec in fields(record))
+    return {spec.name: value for spec, value in values if value != spec.default}
 
 
 def _revive(kind: type[Any], values: dict[str, Any]) -> Any:
@@ -123,7 +133,7 @@ class Page:
 
     def write(self, record: RankPage | SaverPage) -> None:
         """Replace the record. After a crash: the previous one is intact."""
-        data = msgpack.packb(asdict(record))
+        data = _pack(record)
         if len(data) > _COPY - _HEAD.size:
             raise CkptError(f"a control record of {len(data)} bytes does not fit its page")
         with self._mutex:
@@ -136,7 +146,7 @@ class Page:
 
     @staticmethod
     def fits(record: RankPage | SaverPage) -> bool:
-        return len(msgpack.packb(asdict(record))) <= _COPY - _HEAD.size
+        return len(_pack(record)) <= _COPY - _HEAD.size
 
     def read(self, kind: type[_T]) -> _T | None:
         """The current record; None if nothing valid was ever written."""
@@ -149,20 +159,18 @@ class Page:
             data = self._mapping.memory[start + _HEAD.size : start + _HEAD.size + min(length, _COPY)]
             if zlib.crc32(data) == crc and len(data) == length:
                 with contextlib.suppress(ValueError, TypeError, msgpack.UnpackException):
-                    return _revive(kind, msgpack.unpackb(data))  # type: ignore[no-any-return]
+                    values = msgpack.unpackb(data, unicode_errors="surrogateescape")
+                    return _revive(kind, values)  # type: ignore[no-any-return]
             if _C.load(self._mapping.memory, 8) == counter:
                 return None
         return None
 
-    def ask_to_leave(self) -> None:
-        """Any process may ask the owner to make room for another version."""
-        _C.store(self._mapping.memory, 16, 1)
+    def ask_to_leave(self, epoch: int) -> None:
+        """Any process may ask the saver of ``epoch`` to make room for another version; its successor need not care."""
+        _C.store(self._mapping.memory, 16, epoch)
 
-    def asked_to_leave(self) -> bool:
-        return _C.load(self._mapping.memory, 16) != 0
-
-    def grant_leave(self) -> None:
-        _C.store(self._mapping.memory, 16, 0)
+    def asked_to_leave(self, epoch: int) -> bool:
+        return _C.load(self._mapping.memory, 16) == epoch
 
     def unlinked(self) -> bool:
         return self._mapping.unlinked()

@@ -2,12 +2,13 @@
 
 A message is only a wake-up: state lives in slot headers and files. Losing, repeating, delaying or reordering any
 of them changes latency, never the outcome (invariant 2). So a full queue is not an error, garbage is counted and
-logged once, and a queue that the system will not give us is replaced by looking every 50 ms.
+logged once, and a queue that the system will not give us, or that is not ours, is replaced by looking every 50 ms.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from ckpt_engine.waits import pause
 
 SIZE_BYTES = 512
 DEPTH = 8
+LOOK_S = 0.05
+"""How often to look where there is no queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +85,7 @@ class Mailbox:
         self.name = name
         self._queue: posix_ipc.MessageQueue | None = None
         try:
-            self._queue = posix_ipc.MessageQueue(
-                name, posix_ipc.O_CREAT, mode=0o600, max_messages=DEPTH, max_message_size=SIZE_BYTES
-            )
-        except posix_ipc.PermissionsError as error:
-            raise ConfigError(f"message queue {name} belongs to another user") from error
+            self._queue = _own_queue(name)
         except (OSError, posix_ipc.Error, ValueError) as error:
             warn_once(
                 f"mailbox {name}",
@@ -95,25 +94,28 @@ class Mailbox:
             )
 
     def send(self, message: Message) -> bool:
-        """False if the queue is full: the peer is awake already."""
-        if self._queue is None:
+        """False if the queue is full: the peer is awake already. Any thread may send."""
+        queue, data = self._queue, encode(message)
+        if queue is None:
             return False
         try:
-            self._queue.send(encode(message), timeout=0)
-        except (posix_ipc.BusyError, posix_ipc.SignalError):
+            queue.send(data, timeout=0)
+        except (OSError, posix_ipc.Error, ValueError):  # full; closed by another thread; made for smaller messages
             return False
         return True
 
     def receive(self, timeout_s: float) -> Message | None:
         """The next message within ``timeout_s`` (the caller keeps it ≤ 1 s); None if there is none, or garbage."""
-        if self._queue is None:
-            pause(min(timeout_s, 0.05))
+        queue = self._queue
+        if queue is None:
+            pause(min(timeout_s, LOOK_S))
             return None
         try:
-            data, _ = self._queue.receive(timeout=max(0.0, timeout_s))
+            data, _ = queue.receive(timeout=max(0.0, timeout_s))
         except (posix_ipc.BusyError, posix_ipc.SignalError):
             return None
-        except ValueError:  # someone re-created the queue with larger messages
+        except (OSError, posix_ipc.Error, ValueError):  # closed by another thread; made for larger messages
+            pause(min(timeout_s, LOOK_S))
             data = b""
         message = decode(data)
         if message is None:
@@ -127,7 +129,16 @@ class Mailbox:
             self._queue = None
 
 
+def _own_queue(name: str) -> posix_ipc.MessageQueue:
+    queue = posix_ipc.MessageQueue(name, posix_ipc.O_CREAT, mode=0o600, max_messages=DEPTH, max_message_size=SIZE_BYTES)
+    owner = os.fstat(queue.mqd).st_uid
+    if owner != os.geteuid():
+        queue.close()
+        raise PermissionError(f"it belongs to uid {owner}")
+    return queue
+
+
 def unlink(name: str) -> None:
     """Remove a queue by name; no error if it is gone."""
-    with contextlib.suppress(posix_ipc.ExistentialError):
+    with contextlib.suppress(posix_ipc.ExistentialError, posix_ipc.PermissionsError):  # gone; another user's
         posix_ipc.unlink_message_queue(name)

@@ -28,7 +28,8 @@ from typing import Any
 import msgpack
 
 from ckpt_engine import _C, shm
-from ckpt_engine.errors import CkptError, SlotTooSmall
+from ckpt_engine.errors import CkptError, ConfigError, SlotTooSmall
+from ckpt_engine.events import warn_once
 from ckpt_engine.manifest import Attempt, Failure, FileEntry, RunClaim, ShardRecord
 from ckpt_engine.names import SegmentName
 from ckpt_engine.states import SNAPSHOT, Order, SlotView, State, Word, check_transition
@@ -132,13 +133,13 @@ class Slot:
 
     @classmethod
     def open(cls, name: SegmentName) -> Slot | None:
-        """Map an existing slot; None if it is gone, not born yet, or not one of ours."""
+        """Map an existing slot; None if it is gone, not born or no slot. Raises ConfigError: another user's."""
         mapping = shm.open_existing(str(name))
         if mapping is None:
             return None
         memory = mapping.memory
-        whole = mapping.nbytes > DATA_OFFSET and memory[: len(_MAGIC)] == _MAGIC
-        if not whole or _C.load(memory, 8) != _VERSION or _C.load(memory, _CAPACITY) > mapping.nbytes - DATA_OFFSET:
+        whole = mapping.nbytes > DATA_OFFSET and memory[: len(_MAGIC)] == _MAGIC and _C.load(memory, 8) == _VERSION
+        if not whole or _C.load(memory, _CAPACITY) > mapping.nbytes - DATA_OFFSET or memory[_WORD + 7] > max(State):
             mapping.close()
             return None
         return cls(name, mapping)
@@ -155,7 +156,9 @@ class Slot:
     def word(self) -> Word:
         return Word.unpack(_C.load(self.memory, _WORD))
 
-    def change(self, actor: str, old: Word, state: State, attempt: Attempt | None = None, incarnation: int = -1) -> bool:
+    def change(
+        self, actor: str, old: Word, state: State, attempt: Attempt | None = None, *, incarnation: int = -1
+    ) -> bool:
         """Compare-exchange ``old`` → ``state``; False if the word is not ``old`` any more.
 
         Raises CkptError if the change is not ``actor``'s to make.
@@ -283,10 +286,13 @@ def _same_fill(now: Word, then: Word) -> bool:
 
 
 def open_all(names: list[SegmentName], known: dict[SegmentName, Slot]) -> dict[SegmentName, Slot]:
-    """Map what is listed, keep what is mapped already, drop what is gone."""
+    """Map what is listed, keep what is mapped already, drop what is gone. A segment of another user is not ours."""
     for gone in set(known) - set(names):
         known.pop(gone).close()
     for name in names:
-        if name not in known and (slot := Slot.open(name)) is not None:
-            known[name] = slot
+        try:
+            if name not in known and (slot := Slot.open(name)) is not None:
+                known[name] = slot
+        except ConfigError as error:
+            warn_once(str(name), f"{error}; it is left alone")
     return known
