@@ -17,11 +17,14 @@ from ckpt_engine.events import log
 from ckpt_engine.link import Link
 from ckpt_engine.names import SegmentName
 from ckpt_engine.slots import CANCEL, DATA_OFFSET, RETIRED, Header, Slot, open_all
-from ckpt_engine.states import LEASED, SNAPSHOT, Order, SlotView, State, newest_common, victim
+from ckpt_engine.states import LEASED, SNAPSHOT, Order, State, newest_common, victim
 from ckpt_engine.waits import Deadline
 
 _PEER_LOOK_S = 0.01
-"""How often to look while a peer, which sends no message to us, has to seal its part."""
+"""How often to look for what comes without a message."""
+
+_ROOM_S = 2.0
+"""How long retired segments may take to become free memory; the saver looks every second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +45,20 @@ class Buffers:
         self._local_world = local_world
         self._all: dict[SegmentName, Slot] = {}
         self._pages: dict[int, Page] = {}
-        self._populating: list[_C.Populate] = []
+        self._populating: dict[SegmentName, _C.Populate] = {}
+        self._short: Deadline | None = None  # since when there is too little memory for a slot
         self.count = 0
 
     # -- what is there -------------------------------------------------------------------------------------------
 
     def node_slots(self) -> list[Slot]:
         """Every slot of this engine on this node, dead ranks' ones included."""
-        open_all(self._link.names.segments(), self._all)
+        names = self._link.names.segments()
+        for name in set(self._all) - set(names):
+            if name.local_rank == self._link.local_rank and not self._all[name].flags() & RETIRED:
+                log.warning("slot %s was unlinked by someone (logind's RemoveIPC?): its snapshot is lost", name)
+            self._stop_populating(name)
+        open_all(names, self._all)
         return list(self._all.values())
 
     def mine(self) -> list[Slot]:
@@ -76,7 +85,7 @@ class Buffers:
 
         def try_take() -> bool:
             nonlocal blocker
-            slot = self._take(need_bytes)
+            slot = self._take(need_bytes, deadline)
             if slot is None:
                 blocker = blocker or self._what_blocks()
                 return False
@@ -84,16 +93,21 @@ class Buffers:
             return True
 
         start = Deadline(0)
-        if not self._link.wait(try_take, deadline, every_s=self._look_every_s):
-            waited = start.elapsed()
-            raise BufferBusy(
-                f"rank {self._link.record.rank}: no buffer was released within {waited:.1f} s; the oldest holds {blocker}. "
-                "Storage is slower than the saves: save less often, use slots=3, or raise wait_s",
-                rank=self._link.record.rank,
-                waited_s=waited,
-                attempt=blocker,
-            )
-        return Lease(found[0], start.elapsed() if blocker else 0.0, blocker)
+        try:
+            leased = self._link.wait(try_take, deadline, every_s=self._look_every_s)
+        finally:
+            self._let_go_of_peers()
+            self._short = None
+        if leased:
+            return Lease(found[0], start.elapsed() if blocker else 0.0, blocker)
+        waited = start.elapsed()
+        raise BufferBusy(
+            f"rank {self._link.record.rank}: no buffer was released within {waited:.1f} s; the oldest holds {blocker}. "
+            "Storage is slower than the saves: save less often, use slots=3, or raise wait_s",
+            rank=self._link.record.rank,
+            waited_s=waited,
+            attempt=blocker,
+        )
 
     def busy(self) -> bool:
         """True if a save would have to wait now."""
@@ -101,37 +115,37 @@ class Buffers:
         return bool(self.count) and len(mine) >= self.count and victim(mine, self.kept(), self._hopeless) is None
 
     def _look_every_s(self) -> float:
-        """Releases come with a message; a peer's seal does not."""
-        waiting_for_peer = any(slot.word().state is State.READY for slot in self.mine())
-        return _PEER_LOOK_S if waiting_for_peer else 1.0
+        """A release by the saver comes with a message; a peer's seal, and memory that becomes free, do not."""
+        silent = self._short is not None or any(slot.word().state is State.READY for slot in self.mine())
+        return _PEER_LOOK_S if silent else 1.0
 
-    def _take(self, need_bytes: int) -> Slot | None:
+    def _take(self, need_bytes: int, deadline: Deadline) -> Slot | None:
         if not self.count:
-            self.count = self._decide(need_bytes)
+            self.count = self._decide(need_bytes, deadline)
         slots = self.mine()
         if len(slots) < self.count:
-            used = {slot.name.slot for slot in slots}
-            index = min(set(range(self.count)) - used)
+            index = min(set(range(self.count)) - {slot.name.slot for slot in slots})
             return self._claimed(self._create(index, need_bytes)) if self._room_for(need_bytes) else None
         by_view = {slot.view(): slot for slot in slots}
         chosen = victim(list(by_view), self.kept(), self._hopeless)
         if chosen is None:
             return None
-        slot = by_view[chosen]
-        if slot.capacity >= need_bytes and not slot.unlinked():
-            return self._claimed(slot)
-        why = "was unlinked by someone (logind's RemoveIPC?)" if slot.unlinked() else f"holds {slot.capacity} bytes"
-        log.warning("slot %s %s and %d are needed: making a new edition", slot.name, why, need_bytes)
-        retire(slot, self._link)
-        return self._take(need_bytes)
+        slot = self._claimed(by_view[chosen])
+        if slot is None or slot.capacity >= need_bytes:
+            return slot
+        log.warning("slot %s holds %d bytes and %d are needed: a new edition", slot.name, slot.capacity, need_bytes)
+        self._retire(slot)
+        return self._take(need_bytes, deadline)
 
     def _claimed(self, slot: Slot) -> Slot | None:
         """``slot`` in state FILLING and cleared; None if the saver was faster."""
         word = slot.word()
-        if word.state in LEASED:
-            return None
-        begun = word.state is State.FILLING  # ours: a fill that was cut short
-        if not begun and not slot.change("rank", word, State.FILLING, incarnation=self._link.record.incarnation):
+        if word.state is State.FILLING:  # a fill of our predecessor; the saver may be freeing it just now, for he died
+            slot.change("rank", word, State.FREE)
+            word = slot.word()
+        if word.state in LEASED or not slot.change(
+            "rank", word, State.FILLING, incarnation=self._link.record.incarnation
+        ):
             return None
         slot.clear_for_fill()
         return slot
@@ -141,19 +155,36 @@ class Buffers:
         names = self._link.names
         editions = [n.edition for n in names.segments() if n.local_rank == self._link.local_rank and n.slot == index]
         name = names.segment(self._link.local_rank, index, max(editions, default=0) + 1)
-        capacity = int(need_bytes * budget.GROWTH) + shm.PAGE
-        slot = Slot.create(name, capacity)
+        slot = Slot.create(name, int(need_bytes * budget.GROWTH) + shm.PAGE)
         self._all[name] = slot
-        self._populating = [thread for thread in self._populating if not thread.wait(0)]
-        self._populating.append(_C.Populate(slot.memory, offset=DATA_OFFSET))
+        self._populating[name] = _C.Populate(slot.memory, offset=DATA_OFFSET)
         return slot
 
+    def _retire(self, slot: Slot) -> None:
+        """Give up a segment, FREE and marked, so that the saver unlinks it. REQUIRES: FILLING, by us."""
+        self._stop_populating(slot.name)
+        slot.set_flags(RETIRED)
+        slot.change("rank", slot.word(), State.FREE)
+        self._all.pop(slot.name).close()  # memory is free only when nobody maps it
+        self._link.wake("joined")
+
+    def _stop_populating(self, name: SegmentName) -> None:
+        thread = self._populating.pop(name, None)
+        if thread is not None:
+            thread.stop()
+
+    def _let_go_of_peers(self) -> None:
+        """Nobody's memory stays occupied because we still map it."""
+        for name in [name for name in self._all if name.local_rank != self._link.local_rank]:
+            self._all.pop(name).close()
+
     def _room_for(self, need_bytes: int) -> bool:
-        """True if a larger edition fits now, False if the saver is about to make room. Raises ShmFull."""
+        """True if a larger edition fits now, False if retired ones may still make room. Raises ShmFull."""
         room = budget.room()
         if room.free_bytes >= need_bytes * budget.GROWTH:
             return True
-        if any(slot.flags() & RETIRED for slot in self.node_slots()):
+        self._short = self._short or Deadline(_ROOM_S)
+        if not self._short.expired():
             return False
         raise ShmFull(
             f"the state grew to {need_bytes} bytes, more than its slot; {room.limit} leaves {room.free_bytes}. Enlarge "
@@ -163,12 +194,11 @@ class Buffers:
             limit=room.limit,
         )
 
-    def _decide(self, need_bytes: int) -> int:
+    def _decide(self, need_bytes: int, deadline: Deadline) -> int:
         """How many slots each rank of this node gets; the first rank decides for all."""
         lock = locks.lock_file(self._link.names.budget_lock)
-        deadline = Deadline(60.0)
         if not lock.lock(deadline):
-            raise StagingError(f"{lock.path} stayed locked for {deadline.elapsed():.0f} s: is another rank stopped?")
+            raise StagingError(f"{lock.path} stayed locked until wait_s was over: is another rank stopped?")
         try:
             count = self._decided_by_peer()
             held = sum(slot.capacity for slot in self.node_slots())
@@ -182,9 +212,8 @@ class Buffers:
                     found=budget.room(),
                 )
             self._link.say(slots=count)
-            for index in range(count - len(self.mine())):  # reserve all of it now: a later ENOSPC would cost a save
-                used = {slot.name.slot for slot in self.mine()}
-                self._create(min(set(range(index + len(used) + 1)) - used), need_bytes)
+            for index in sorted(set(range(count)) - {slot.name.slot for slot in self.mine()}):
+                self._create(index, need_bytes)  # all of it now: a later ENOSPC would cost a save
         finally:
             lock.unlock()
         return count
@@ -245,24 +274,14 @@ class Buffers:
         return dropped
 
     def close(self) -> None:
-        for thread in self._populating:
-            thread.stop()
-        self._populating.clear()
+        for name in list(self._populating):
+            self._stop_populating(name)
         for slot in self._all.values():
             slot.close()
         for page in self._pages.values():
             page.close()
         self._all.clear()
         self._pages.clear()
-
-
-def retire(slot: Slot, link: Link) -> None:
-    """Give up a segment: FREE and marked, so that the saver unlinks it."""
-    slot.set_flags(RETIRED)
-    word = slot.word()
-    if word.state is not State.FREE:
-        slot.change("rank", word, State.FREE)
-    link.wake("joined")
 
 
 def seal(slot: Slot, header: Header) -> None:
