@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--name", default="default", help="engine name, if the ranks were given one")
     run.add_argument("--node-id", default="", help="node id, if the ranks were given one")
     run.add_argument("--stay", action="store_true", help="do not leave when no rank is there (service, sidecar)")
-    run.add_argument("--options", default="{}", help='JSON of SaverOptions, e.g. \'{"linger_s": 600}\'')
+    run.add_argument("--options", default="{}", help="JSON of SaverOptions, e.g. '{\"linger_s\": 600}'")
     run.add_argument("--identity", default="{}", help=argparse.SUPPRESS)
     return top
 

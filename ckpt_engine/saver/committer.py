@@ -82,6 +82,8 @@ class Committer(threading.Thread):
         self._leases = runs.LeaseWatch()
         self._ages = Ages()
         self._questions: list[Callable[[], bool]] = []
+        self.recovered = threading.Event()
+        self._patience = Deadline(options.retry_s)
 
     # -- told by the writer and by the main loop -----------------------------------------------------------------
 
@@ -106,6 +108,13 @@ class Committer(threading.Thread):
                 pending.cancelled = why
         self._wake.set()
 
+    def keep_waiting(self, attempt: Attempt) -> None:
+        """Its missing shards are on their way to the disk: only what nobody writes can be late."""
+        with self._mutex:
+            pending = self._pending.get(attempt)
+            if pending is not None and not pending.actionable():
+                pending.deadline = Deadline(self._options.commit_s)
+
     def ask(self, question: Callable[[], bool]) -> None:
         """Run ``question`` in this thread, again and again until it returns True."""
         with self._mutex:
@@ -114,11 +123,13 @@ class Committer(threading.Thread):
 
     def waiting(self) -> list[tuple[Header, tuple[int, ...]]]:
         """Attempts whose shards of this node are not all there, with the ranks that are missing."""
+        if not self.recovered.is_set():
+            return []  # what is durable already is not known yet
         with self._mutex:
             return [(p.header, p.missing()) for p in self._pending.values() if p.missing() and not p.actionable()]
 
     def status(self, attempt: Attempt) -> str:
-        """"" while it has no outcome here."""
+        """ "" while it has no outcome here."""
         return self._done.get(attempt, "")
 
     def idle(self) -> bool:
@@ -177,7 +188,7 @@ class Committer(threading.Thread):
         with self._mutex:
             questions = list(self._questions)
             ready = sorted((p for p in self._pending.values() if p.actionable()), key=lambda p: p.attempt.order)
-        answered = [question for question in questions if question()]
+        answered = [question for question in questions if self._answered(question)]
         if answered:
             with self._mutex:
                 self._questions = [q for q in self._questions if q not in answered]
@@ -192,13 +203,22 @@ class Committer(threading.Thread):
             self._end(ready[0], outcome)
         return outcome is not None or bool(answered)
 
+    def _answered(self, question: Callable[[], bool]) -> bool:
+        try:
+            return question()
+        except CkptError as error:
+            log.warning("%s; asking again", error)
+            return False
+
     def _end(self, pending: Pending, outcome: Outcome) -> None:
         with self._mutex:
             self._pending.pop(pending.attempt, None)
             self._done[pending.attempt] = outcome.status
             for old in list(self._done)[:-256]:
                 del self._done[old]
-        log.log(20 if outcome.status == "committed" else 30, "%s %s %s", outcome.status, pending.attempt, outcome.reason)
+        log.log(
+            20 if outcome.status == "committed" else 30, "%s %s %s", outcome.status, pending.attempt, outcome.reason
+        )
         self._ended(pending.header, outcome)
 
     def _step(self, pending: Pending) -> Outcome | None:
@@ -211,7 +231,8 @@ class Committer(threading.Thread):
                 return self._fail(pending, pending.failure)
             if pending.missing():
                 raise CommitTimeout(
-                    f"ranks {pending.missing()} of this node never staged {attempt.tag}", missing_ranks=pending.missing()
+                    f"ranks {pending.missing()} of this node never staged {attempt.tag}",
+                    missing_ranks=pending.missing(),
                 )
             if not pending.receipted:
                 with span("receipt", step=attempt.step, attempt=attempt.id):
@@ -272,6 +293,7 @@ class Committer(threading.Thread):
         header = pending.header
         receipt = Receipt(header.attempt, header.node, header.nodes, header.world, header.layout, (), failure)
         try:
+            commit.make_attempt_dir(self._storage, parent_of(header), header.attempt, node=node_of(header))
             commit.write_receipt(self._storage, parent_of(header), receipt)
         except CkptError as error:
             log.warning("no failure receipt for %s: %s", header.attempt.id, error)
@@ -288,11 +310,21 @@ class Committer(threading.Thread):
                 return
             live = frozenset(held.attempt for held in self._held()) | frozenset(self._pending)
             read = self._leases.tags(storage, root, time.monotonic())
-            protected = {attempt.tag for attempt in live if attempt != header.attempt and not self.status(attempt)} | read
+            protected = {
+                attempt.tag for attempt in live if attempt != header.attempt and not self.status(attempt)
+            } | read
             policy = retention.Retention(keep_last=header.keep_last)
             with span("retention", committed=len(committed), keep_last=header.keep_last) as facts:
-                victims = () if "" in read else retention.victims(
-                    committed, policy, root_id=header.attempt.root_id, protected=protected, confirmed=header.confirmed
+                victims = (
+                    ()
+                    if "" in read
+                    else retention.victims(
+                        committed,
+                        policy,
+                        root_id=header.attempt.root_id,
+                        protected=protected,
+                        confirmed=header.confirmed,
+                    )
                 )
                 for old in victims:
                     sweep.remove_checkpoint(storage, old)
@@ -322,13 +354,29 @@ class Committer(threading.Thread):
         found = self.committed(root, node)
         return found[0].order if found else (0, 0)
 
-    def reopen(self, attempt: Attempt) -> None:
-        """Another try at an attempt that failed here."""
+    def reopen(self, header: Header) -> None:
+        """Another try at an attempt that failed here: what is durable of it counts again."""
+        attempt = header.attempt
         with self._mutex:
             self._done.pop(attempt, None)
 
-    def recover(self, headers: Iterable[Header]) -> None:
+        def look() -> bool:
+            found = commit.read_shard_records(
+                self._storage, parent_of(header), attempt, header.node_ranks, node=node_of(header)
+            )
+            for record in found:
+                self.durable(header, record)
+            return True
+
+        self.ask(lambda: self._answered(look) or True)
+
+    def recover(self, headers: Iterable[Header]) -> bool:
         """After a saver's death: shard records of this node that no outcome covers yet are pending again."""
+        if self._answered(lambda: self._recover(headers)) or self._patience.expired():
+            self.recovered.set()
+        return self.recovered.is_set()
+
+    def _recover(self, headers: Iterable[Header]) -> bool:
         by_place = {(parent_of(header), header.node, header.attempt.run): header for header in headers}
         for (root, _, run), header in by_place.items():
             for record in self._unpublished(root, run):
@@ -338,6 +386,7 @@ class Committer(threading.Thread):
                         header, attempt=record.attempt, rank=record.rank, commit_dir=place, files=(), storage=True
                     )
                     self.durable(like, record)
+        return True
 
     def _unpublished(self, root: str, run: str) -> Iterator[ShardRecord]:
         """Shard records of ``run`` that lie in attempt directories without a manifest."""
@@ -357,7 +406,7 @@ class Committer(threading.Thread):
 
 
 class Ages:
-    """How long nothing was seen to change at a path, on this observer's monotonic clock; clocks of others never count."""
+    """How long nothing was seen to change at a path, on this observer's monotonic clock; not by others' clocks."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, float]] = {}
@@ -385,14 +434,14 @@ def parent_of(header: Header) -> str:
     return header.commit_dir.rsplit("/", 1)[0] or "/"
 
 
-def failure_of(error: CkptError, rank: int) -> Failure:
+def failure_of(error: Exception, rank: int) -> Failure:
     """What a receipt says about ``error``."""
     return Failure(
         rank=rank,
         reason=f"{type(error).__name__}: {error}"[:500],
         op=getattr(error, "op", ""),
-        path=getattr(error, "path", ""),
-        errno=getattr(error, "errno", 0),
+        path=str(getattr(error, "path", "")),
+        errno=getattr(error, "errno", 0) or 0,
         need_bytes=getattr(error, "need_bytes", 0),
         free_bytes=getattr(error, "free_bytes", 0),
     )

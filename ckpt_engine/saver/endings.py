@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ckpt_engine import runs, shm
-from ckpt_engine.control import Outcome
 from ckpt_engine.errors import CkptError
 from ckpt_engine.events import log, span
-from ckpt_engine.manifest import Attempt, Failure, Offer
-from ckpt_engine.saver.committer import node_of, outcome_from
-from ckpt_engine.slots import BREAKPOINT, Header
-from ckpt_engine.states import SNAPSHOT, Order, State
+from ckpt_engine.manifest import Attempt, Offer
+from ckpt_engine.saver.committer import node_of
+from ckpt_engine.slots import Header, Slot
+from ckpt_engine.states import LEASED, Order, State
 from ckpt_engine.waits import Deadline
 
 if TYPE_CHECKING:
@@ -32,8 +31,9 @@ class Endings:
         self._server = server
         self._asked: set[tuple[str, Order]] = set()
         self._chosen: list[Attempt] = []
-        self._newest: dict[str, Order] = {}
         self._retried: set[Attempt] = set()
+        self._judged: frozenset[Attempt] | None = None
+        self._worth: frozenset[Attempt] = frozenset()
         self._born = Deadline(server.options.grace_s)
         self.settled = True
 
@@ -41,11 +41,11 @@ class Endings:
 
     def think(self, *, terminating: bool) -> None:
         server = self._server
-        for attempt in self._take_chosen():
+        for attempt in [self._chosen.pop(0) for _ in range(len(self._chosen))]:
             server.queue_breakpoint(attempt)
         if not (terminating or self._deaths_call()):
             return
-        complete = complete_here(server.headers())
+        complete = complete_here(server.headers)
         if not complete:
             return
         key = ("term" if terminating else complete[0].attempt.run, complete[0].attempt.order)
@@ -58,13 +58,11 @@ class Endings:
 
     def _deaths_call(self) -> bool:
         peers = self._server.peers.values()
-        dead = [peer for peer in peers if peer.died and peer.page.run]
-        if not dead:
-            return False
-        if not any(peer.alive for peer in peers):
-            return True
-        newest_run = max(peers, key=lambda peer: peer.page.generation).page.run
-        first = [peer.dead_since for peer in dead if peer.page.run == newest_run and peer.dead_since]
+        dead = [peer for peer in peers if peer.died]
+        if not dead or not any(peer.alive for peer in peers):
+            return bool(dead)
+        newest = max(peer.page.generation for peer in peers)
+        first = [peer.dead_since for peer in dead if peer.page.generation == newest and peer.dead_since]
         return any(since.elapsed() >= self._server.options.grace_s for since in first)
 
     def choose(self, attempts: Iterable[Attempt]) -> None:
@@ -72,10 +70,6 @@ class Endings:
         self._chosen.extend(attempts)
         self.settled = True
         self._server.wake()
-
-    def _take_chosen(self) -> list[Attempt]:
-        taken = [self._chosen.pop(0) for _ in range(len(self._chosen))]
-        return taken
 
     # -- the end of life -----------------------------------------------------------------------------------------
 
@@ -86,36 +80,60 @@ class Endings:
             return False
         if not server.peers and not self._born.expired():
             return False  # just started: the rank that wants us is on its way
-        dead = [peer for peer in server.peers.values() if peer.died]
-        if dead and server.headers():
-            lingering = [peer.dead_since for peer in dead if peer.dead_since is not None]
-            if not all(since.expired() for since in lingering):
+        dead = [peer.dead_since for peer in server.peers.values() if peer.dead_since is not None]
+        if server.headers and not all(since.expired() for since in dead):
+            return False
+        return self._all_judged() and self._nothing_left_to_save()
+
+    def _all_judged(self) -> bool:
+        """True once the disk has said which of the snapshots held now are newer than what is committed."""
+        held = frozenset(header.attempt for header in self._server.headers)
+        if held == self._judged:
+            return True
+        one_each = {header.attempt: header for header in self._server.headers}
+
+        def judge() -> bool:
+            self._worth = frozenset(attempt for attempt, header in one_each.items() if self._is_worth(header))
+            self._judged = held
+            self.choose(())
+            return True
+
+        self.settled = False
+        self._server.committer.ask(judge)
+        return False
+
+    def _is_worth(self, header: Header) -> bool:
+        """True unless it is committed, superseded, or of a root that is no more. Asks the disk."""
+        committer, attempt = self._server.committer, header.attempt
+        try:
+            if runs.root_id(self._server.storage, header.root) not in (attempt.root_id, None):
                 return False
-        return self._nothing_left_to_save()
+            newest = committer.newest_committed(header.root, node_of(header))
+            return attempt.order > newest and runs.on_the_line(attempt, committer.runs(header.root))
+        except CkptError as error:
+            log.warning("is %s committed? %s", attempt.id, error)
+            return True
 
     def _nothing_left_to_save(self) -> bool:
-        """Ask the disk once more; retry each failed slot once before giving it up."""
-        server = self._server
-        again = [h.attempt for h, state in self._states() if state is State.FAILED and h.attempt not in self._retried]
-        if again:
-            self._retried.update(again)
-            for attempt in dict.fromkeys(again):
-                server.queue_breakpoint(attempt)
+        """Try once more, newest first, to make checkpoints of what would have to stay."""
+        slots = [(found[1].attempt, slot) for slot in self._server.slots.values() if (found := slot.snapshot())]
+        if any(slot.word().state in LEASED for _, slot in slots):
             return False
-        return not any(state in (State.QUEUED, State.PERSISTING) for _, state in self._states())
-
-    def _states(self) -> list[tuple[Header, State]]:
-        found = (slot.snapshot() for slot in self._server.slots.values())
-        return [(pair[1], pair[0].state) for pair in found if pair]
+        stays = {attempt for attempt, slot in slots if self._must_stay(slot)} - self._retried
+        if not stays:
+            return True
+        newest = max(stays, key=lambda attempt: attempt.order)
+        self._retried.add(newest)
+        self._judged = None
+        self._server.queue_breakpoint(newest)
+        return False
 
     def unlink_slots(self) -> int:
         """Unlink every slot that may go; the number of snapshots that must stay. REQUIRES: spawn.lock is held."""
         server, kept = self._server, 0
-        clean = not any(peer.died for peer in server.peers.values())
         for slot in list(server.slots.values()):
-            found = slot.snapshot()
-            if found is not None and self._must_stay(*found[1:], state=found[0].state, flags=slot.flags(), clean=clean):
-                log.warning("keeping %s: %s is not committed", slot.name, found[1].attempt.tag)
+            if self._must_stay(slot):
+                log.warning("keeping %s: it is not committed", slot.name)
                 kept += 1
             else:
                 shm.unlink(str(slot.name))
@@ -124,21 +142,15 @@ class Endings:
                 shm.unlink(str(name))
         return kept
 
-    def _must_stay(self, header: Header, *, state: State, flags: int, clean: bool) -> bool:
-        storage = header.storage or bool(flags & BREAKPOINT)
-        if state is State.FAILED:
-            return header.attempt.order > self._committed(header)
-        if clean or state is State.DURABLE:
-            return False  # memory-only, or its outcome is known and was reported
-        return storage is False and header.attempt.order > self._committed(header) and header in complete_here(
-            self._server.headers()
-        )
-
-    def _committed(self, header: Header) -> Order:
-        try:
-            return self._server.committer.newest_committed(header.root, node_of(header))
-        except CkptError:
-            return (0, 0)
+    def _must_stay(self, slot: Slot) -> bool:
+        """What failed, and what ranks that died held complete, unless there is a newer checkpoint."""
+        found = slot.snapshot()
+        if found is None or found[1].attempt not in self._worth:
+            return False
+        if found[0].state is State.FAILED:
+            return True
+        died = any(peer.died for peer in self._server.peers.values())
+        return died and any(found[1].attempt == header.attempt for header in complete_here(self._server.headers))
 
 
 def complete_here(headers: Iterable[Header]) -> list[Header]:
@@ -157,7 +169,7 @@ class Breakpoint:
         self._ending = ending
         self._server = server
         self._complete = complete
-        self._claim = max((h.claim for h in server.headers()), key=lambda claim: claim.generation)
+        self._claim = max((h.claim for h in server.headers), key=lambda claim: claim.generation)
         self._deadline: Deadline | None = None
         self._retry = Deadline(server.options.retry_s)
 
@@ -183,9 +195,7 @@ class Breakpoint:
             return []
         known = committer.runs(first.root)
         newest = committer.newest_committed(first.root, node_of(first))
-        usable = [
-            h.attempt for h in self._complete if h.attempt.order > newest and runs.on_the_line(h.attempt, known)
-        ]
+        usable = [h.attempt for h in self._complete if h.attempt.order > newest and runs.on_the_line(h.attempt, known)]
         with span("breakpoint", held=len(usable), newest=newest):
             if first.nodes == 1 or node_of(first) is not None:
                 return usable[:1]
@@ -201,10 +211,3 @@ class Breakpoint:
             common = runs.newest_common(offers)
             return [common] if common is not None else []
         return usable if self._deadline.expired() else None
-
-
-def stalled(header: Header, failure: Failure) -> Outcome:
-    return outcome_from(failure, header)
-
-
-__all__ = ["SNAPSHOT", "Breakpoint", "Endings", "complete_here"]

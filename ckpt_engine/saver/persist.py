@@ -1,4 +1,4 @@
-"""Sealed slot → files → shard record → release. One thread, one slot at a time, oldest attempt first.
+"""Sealed slot → files → shard record → release. One thread, one slot at a time, breakpoint saves and older ones first.
 
 The life of a slot here: QUEUED → PERSISTING; a redo after a saver's death first looks for a manifest that names the
 attempt; every file goes to the attempt directory (O_DIRECT straight from the slot, fsync, rename, fsync of the
@@ -9,6 +9,7 @@ the still-leased slot into new temporary files; then the slot is FAILED and says
 from __future__ import annotations
 
 import errno
+import itertools
 import queue
 import threading
 from collections.abc import Callable
@@ -36,6 +37,17 @@ class Job:
     word: Word
     header: Header
 
+    @property
+    def turn(self) -> tuple[int, ...]:
+        """Smaller = earlier: breakpoint saves, newest first; then what ranks queued, oldest first."""
+        generation, seq = self.header.attempt.order
+        if self.slot.flags() & BREAKPOINT:
+            return (1, -generation, -seq, self.header.rank)
+        return (2, generation, seq, self.header.rank)
+
+
+_LAST = (0,)
+
 
 class Writer(threading.Thread):
     """The one writer of a saver."""
@@ -48,34 +60,30 @@ class Writer(threading.Thread):
         self._committer = committer
         self._tell = tell
         self._retry_s = retry_s
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.PriorityQueue[tuple[tuple[int, ...], int, Job | None]] = queue.PriorityQueue()
+        self._count = itertools.count()
         self._stop_asked = threading.Event()
-        self._open = 0
         self._record: ShardRecord | None = None
         self.current: Job | None = None
 
     def submit(self, job: Job) -> None:
-        self._open += 1
-        self._jobs.put(job)
+        self._jobs.put((job.turn, next(self._count), job))
 
     def idle(self) -> bool:
-        return self._open == 0
+        """True if all that was submitted has ended."""
+        return self._jobs.unfinished_tasks == 0
 
     def stop(self) -> None:
         """Finish the slot in hand, take no other."""
         self._stop_asked.set()
-        self._jobs.put(None)
+        self._jobs.put((_LAST, next(self._count), None))
 
     def run(self) -> None:
-        while (job := self._jobs.get()) is not None and not self._stop_asked.is_set():
+        while (job := self._jobs.get()[2]) is not None:
             self.current = job
-            try:
-                self._persist(job)
-            except Exception:  # a defect must not end the only writer; the slot stays leased and is redone
-                log.exception("defect while persisting %s", job.slot.name)
-            finally:
-                self.current = None
-                self._open -= 1
+            self._persist(job)
+            self.current = None
+            self._jobs.task_done()
 
     def _persist(self, job: Job) -> None:
         slot, header = job.slot, job.header
@@ -93,13 +101,15 @@ class Writer(threading.Thread):
         except Cancelled as error:
             end = State.FREE
             self._committer.cancelled(header, str(error))
-        except CkptError as error:
+        except Exception as error:  # a defect, too, is a failed attempt: it must not end the only writer
+            if not isinstance(error, CkptError):
+                log.exception("defect while persisting %s", slot.name)
             failure = failure_of(error, header.rank)
             slot.put_error(failure)
             self._committer.failed(header, failure)
-        slot.change("saver", leased, end)
-        if end is State.DURABLE:
+        if end is State.DURABLE:  # told before the release: else the rank could be seen to go on without its part
             self._committer.durable(header, self._record or header.shard_record())
+        slot.change("saver", leased, end)
         self._tell(header.local_rank, Released(slot.name.slot, int(end), header.attempt.digest))
 
     def _with_retries(self, slot: Slot, header: Header) -> None:

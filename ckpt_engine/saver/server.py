@@ -7,21 +7,23 @@ death, and leave when nobody is left to serve. A message only makes the next tur
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import threading
 from dataclasses import dataclass, replace
 from types import FrameType
 
 from ckpt_engine import locks, messages, shm
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.control import Outcome, Page, RankPage, SaverPage
-from ckpt_engine.errors import ConfigError
+from ckpt_engine.errors import ConfigError, SaverUnavailable
 from ckpt_engine.events import log
 from ckpt_engine.link import PROTOCOL, make_run_dir
 from ckpt_engine.manifest import Attempt, Failure
 from ckpt_engine.messages import Ended, Mailbox, Message, Wake
 from ckpt_engine.names import Names, SegmentName
 from ckpt_engine.saver import endings
-from ckpt_engine.saver.committer import Committer
+from ckpt_engine.saver.committer import Committer, outcome_from
 from ckpt_engine.saver.persist import Job, Writer
 from ckpt_engine.slots import BREAKPOINT, RETIRED, Header, Slot, open_all
 from ckpt_engine.states import Order, State, Word
@@ -57,14 +59,15 @@ class Server:
         self.peers: dict[int, Peer] = {}
         self.storage = PosixStorage()
         self._pages: dict[int, Page] = {}
-        self._boxes: dict[int, Mailbox] = {}
+        self._boxes: dict[str, Mailbox] = {}
         self._record = SaverPage()
         self._page: Page | None = None
-        self._submitted: set[tuple[SegmentName, int]] = set()
+        self._mutex = threading.Lock()  # guards the four above: all threads tell
+        self._handed: dict[SegmentName, Word] = {}
         self._reported: set[tuple[str, Order, int]] = set()
-        self._headers: tuple[Header, ...] = ()
+        self.headers: tuple[Header, ...] = ()  # of every snapshot here, replaced as a whole: all threads read it
         self._live_runs: frozenset[str] = frozenset()
-        self._stalled: tuple[SegmentName, int, Deadline] | None = None
+        self._watched: tuple[Job, int, Deadline] | None = None
         self._term: Deadline | None = None
         self.committer = Committer(
             self.storage,
@@ -72,7 +75,7 @@ class Server:
             root=root,
             ended=self._on_outcome,
             live_run=lambda run: run in self._live_runs,
-            held=lambda: self._headers,
+            held=lambda: self.headers,
         )
         self.writer = Writer(self.storage, self.committer, self.tell, options.retry_s)
         self.ending = endings.Endings(self)
@@ -91,17 +94,17 @@ class Server:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._page = Page.own(self.names.saver_control)
         before = self._page.read(SaverPage) or SaverPage()
-        self._page.grant_leave()
-        box = Mailbox(self.names.events_queue)
-        self._say(pid=os.getpid(), version=PROTOCOL, epoch=before.epoch + 1, ready=False, outcomes=before.outcomes)
+        epoch = before.epoch + 1
+        self._say(pid=os.getpid(), version=PROTOCOL, epoch=epoch, ready=False, outcomes=before.outcomes)
         self._look()
-        self.committer.recover(self._headers)
+        held = self.headers
+        self.committer.ask(lambda: self.committer.recover(held))
         self.writer.start()
         self.committer.start()
         self._say(ready=True)
-        log.info("serving %s (%s), epoch %d", self.root, self.names.run_dir.name, before.epoch + 1)
+        log.info("serving %s (%s), epoch %d", self.root, self.names.run_dir.name, epoch)
         try:
-            self._loop(box)
+            self._loop(self._box(self.names.events_queue))
         finally:
             self._say(ready=False, leaving=True)
             self.writer.stop()
@@ -123,6 +126,7 @@ class Server:
 
     def turn(self) -> None:
         """One look at everything."""
+        self._stay_registered()
         self._look()
         for slot in sorted(self.slots.values(), key=lambda s: s.view().order or (0, 0)):
             self._tend(slot)
@@ -132,7 +136,7 @@ class Server:
 
     def _may_leave(self) -> bool:
         idle = self.writer.idle() and self.committer.idle()
-        if self._page is not None and self._page.asked_to_leave() and self.writer.current is None:
+        if self._page is not None and self._page.asked_to_leave(self._record.epoch) and self.writer.current is None:
             return True  # another version takes over; it finds everything in the headers
         if self._term is not None:
             quiet = idle and self.ending.settled and not any(peer.alive for peer in self.peers.values())
@@ -158,10 +162,7 @@ class Server:
                 log.warning("kept %d snapshots that could not be persisted: see 'ckpt-engine gc'", left)
                 return True
             shm.unlink(self.names.saver_control)
-            for entry in os.scandir(self.names.run_dir):
-                if entry.is_file(follow_symlinks=False):
-                    os.unlink(entry.path)
-            os.rmdir(self.names.run_dir)
+            shutil.rmtree(self.names.run_dir)
         except OSError as error:
             log.warning("retiring: %s", error)
         finally:
@@ -176,13 +177,16 @@ class Server:
 
     def _look(self) -> None:
         open_all(self.names.segments(), self.slots)
-        for local_rank, path in self.names.rank_locks().items():
+        known = self.names.rank_locks()
+        for local_rank, path in known.items():
             alive = locks.holder(path) is not None
             page = self._rank_page(local_rank)
             peer = self.peers.setdefault(local_rank, Peer(page, alive))
             peer.page, peer.alive = page, alive
             peer.dead_since = None if not peer.died else peer.dead_since or Deadline(self.options.linger_s)
-        self._headers = tuple(found[1] for slot in self.slots.values() if (found := slot.snapshot()))
+        for local_rank in self.peers.keys() - known.keys():
+            del self.peers[local_rank]
+        self.headers = tuple(found[1] for slot in self.slots.values() if (found := slot.snapshot()))
         self._live_runs = frozenset(peer.page.run for peer in self.peers.values() if not peer.died)
 
     def _rank_page(self, local_rank: int) -> RankPage:
@@ -197,51 +201,39 @@ class Server:
             self._pages[local_rank] = page
         return page.read(RankPage) or RankPage()
 
-    def holds(self, header: Header) -> frozenset[int]:
-        """Local ranks of this node that hold ``header.attempt`` complete."""
-        return frozenset(h.local_rank for h in self._headers if h.attempt == header.attempt)
-
-    def headers(self) -> tuple[Header, ...]:
-        return self._headers
-
     # -- tending -------------------------------------------------------------------------------------------------
 
     def _tend(self, slot: Slot) -> None:
         word = slot.word()
         peer = self.peers.get(slot.name.local_rank)
         if word.state is State.FREE and slot.flags() & RETIRED:
+            self.slots.pop(slot.name).close()  # first, so that the memory is free when the name is gone
             shm.unlink(str(slot.name))
-        elif word.state is State.FILLING and peer is not None and not peer.alive:
+            return
+        if word.state is State.FILLING and peer is not None and not peer.alive:
             slot.change("saver", word, State.FREE)
-        elif word.state is State.PERSISTING and (slot.name, word.pack()) not in self._submitted_as(State.PERSISTING):
+        elif word.state is State.PERSISTING and self._handed.get(slot.name) != replace(word, state=State.QUEUED):
             slot.change("saver", word, State.QUEUED)  # its saver died; we hold the lock, so nobody writes it
-            self._submit(slot)
-        elif word.state is State.QUEUED:
-            self._submit(slot)
-
-    def _submitted_as(self, state: State) -> set[tuple[SegmentName, int]]:
-        """Slots in the writer's hands, as their word reads in ``state``."""
-        return {(name, replace(Word.unpack(word), state=state).pack()) for name, word in self._submitted}
+        self._submit(slot)
 
     def _submit(self, slot: Slot) -> None:
+        """Hand a QUEUED slot to the writer, once."""
         found = slot.snapshot()
-        if found is None or found[0].state is not State.QUEUED:
-            return
-        key = (slot.name, found[0].pack())
-        if key not in self._submitted:
-            self._submitted = {old for old in self._submitted if old[0] != slot.name} | {key}
+        if found is not None and found[0].state is State.QUEUED and self._handed.get(slot.name) != found[0]:
+            self._handed[slot.name] = found[0]
             self.writer.submit(Job(slot, *found))
 
     def queue_breakpoint(self, attempt: Attempt) -> None:
         """READY or FAILED → QUEUED for every local part of ``attempt``, on behalf of ranks that died."""
-        self.committer.reopen(attempt)
         for slot in self.slots.values():
             found = slot.snapshot()
-            if found is None or found[1].attempt != attempt or found[0].state not in (State.READY, State.FAILED):
+            if found is None or found[1].attempt != attempt:
                 continue
-            slot.set_flags(BREAKPOINT)
-            if slot.change("saver", found[0], State.QUEUED):
-                self._submitted = {old for old in self._submitted if old[0] != slot.name}
+            self.committer.reopen(found[1])
+            if found[0].state in (State.READY, State.FAILED):
+                slot.set_flags(BREAKPOINT)
+                self._handed.pop(slot.name, None)
+                slot.change("saver", found[0], State.QUEUED)
                 self._submit(slot)
 
     def _pass_on_failures(self) -> None:
@@ -258,56 +250,78 @@ class Server:
                 reason = page.reason or f"rank {page.rank} died before its part was complete"
                 self.committer.failed(header, Failure(rank=page.rank, reason=reason[:500], errno=page.errno))
         for header, missing in self.committer.waiting():
-            held = {h.rank for h in self._headers if h.attempt == header.attempt}
+            held = {h.rank for h in self.headers if h.attempt == header.attempt}
             for rank in missing:
                 gone = self.peers.get(header.node_ranks.index(rank))
+                if rank in held:
+                    self.committer.keep_waiting(header.attempt)
                 if rank in held or gone is None:
                     continue
                 if gone.died or (gone.page.run == header.attempt.run and gone.page.entered > header.attempt.order):
-                    reason = f"rank {rank} {'died' if gone.died else 'went on'} without its part of {header.attempt.tag}"
+                    how = "died" if gone.died else "went on"
+                    reason = f"rank {rank} {how} without its part of {header.attempt.tag}"
                     self.committer.failed(header, Failure(rank=rank, reason=reason))
 
     def _watch_progress(self) -> None:
         """A write that does not move for ``stall_s`` is a failed attempt; its slot stays leased until it returns."""
         job = self.writer.current
         if job is None:
-            self._stalled = None
             return
         now = job.slot.progress()
-        if self._stalled is None or self._stalled[:2] != (job.slot.name, now):
-            self._stalled = (job.slot.name, now, Deadline(self.options.stall_s))
-        elif self._stalled[2].expired():
-            self._stalled = (job.slot.name, now, Deadline(1e9))
+        if self._watched is None or self._watched[0] is not job or self._watched[1] != now:
+            self._watched = (job, now, Deadline(self.options.stall_s))
+        elif self._watched[2].expired():
+            self._watched = (job, now, Deadline(float("inf")))
             reason = f"stalled: no byte written for {self.options.stall_s:g} s at {now} bytes"
             failure = Failure(rank=job.header.rank, reason=reason, path=job.header.commit_dir, op="write")
             job.slot.put_error(failure)
-            self._on_outcome(job.header, endings.stalled(job.header, failure))
+            self._on_outcome(job.header, outcome_from(failure, job.header))
             self.committer.failed(job.header, failure)
 
     # -- telling -------------------------------------------------------------------------------------------------
 
     def tell(self, local_rank: int, message: Message) -> None:
         """Wake a rank; its queue is made by whoever comes first."""
-        box = self._boxes.get(local_rank)
-        if box is None:
-            box = self._boxes[local_rank] = Mailbox(self.names.notify_queue(local_rank))
-        box.send(message)
+        self._box(self.names.notify_queue(local_rank)).send(message)
 
     def wake(self) -> None:
         """Make the next turn come now (from another thread)."""
-        Mailbox(self.names.events_queue).send(Wake("saver", -1))
+        self._box(self.names.events_queue).send(Wake("saver", -1))
+
+    def _box(self, name: str) -> Mailbox:
+        with self._mutex:
+            if name not in self._boxes:
+                self._boxes[name] = Mailbox(name)
+            return self._boxes[name]
 
     def _on_outcome(self, header: Header, outcome: Outcome) -> None:
-        ring = [old for old in self._record.outcomes if (old.order, old.run) != (outcome.order, outcome.run)]
-        self._say(outcomes=(*ring, outcome)[-RING:])
-        for rank in range(len(header.node_ranks)):
-            self.tell(rank, Ended(outcome.status, header.attempt.digest))
+        self._say(outcome)
+        for local_rank in range(len(header.node_ranks)):
+            self.tell(local_rank, Ended(outcome.status, header.attempt.digest))
         self.wake()
 
-    def _say(self, **changes: object) -> None:
-        self._record = replace(self._record, **changes)  # type: ignore[arg-type]  # field names are checked by replace
-        if self._page is not None:
-            while not self._page.fits(self._record):
+    def _say(self, outcome: Outcome | None = None, **changes: object) -> None:
+        """Change our control page; ``outcome`` goes to the end of the ring."""
+        with self._mutex:
+            if outcome is not None:
+                ring = [old for old in self._record.outcomes if (old.order, old.run) != (outcome.order, outcome.run)]
+                changes["outcomes"] = (*ring, outcome)[-RING:]
+            self._record = replace(self._record, **changes)  # type: ignore[arg-type]  # replace checks the names
+            while not Page.fits(self._record):
                 self._record = replace(self._record, outcomes=self._record.outcomes[1:])
-            self._page.write(self._record)
+            if self._page is not None:
+                self._page.write(self._record)
 
+    def _stay_registered(self) -> None:
+        """If somebody emptied /dev/shm under us (logind's RemoveIPC, an administrator), be there again.
+
+        Raises SaverUnavailable if another saver took our place: two must not write.
+        """
+        make_run_dir(self.names.run_dir)
+        if not locks.lock_file(self.names.saver_lock).keep():
+            raise SaverUnavailable(f"{self.names.saver_lock} was removed, and another saver took our place")
+        if self._page is not None and self._page.unlinked():
+            log.warning("%s was unlinked by someone (logind's RemoveIPC?): made anew", self.names.run_dir)
+            self._page.close()
+            self._page = Page.own(self.names.saver_control)
+            self._say()
