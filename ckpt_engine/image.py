@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import reprlib
 import sys
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from ckpt_engine.errors import RestoreError, UnsupportedLeaf
-from ckpt_engine.pt_pickle import Layout, Skeleton, TwoTypes, survey
+from ckpt_engine.pt_pickle import Layout, TwoTypes, survey
 from ckpt_engine.pt_zip import Archive
 
 if TYPE_CHECKING:
@@ -42,10 +44,10 @@ class Image:
         """
         layout, records = self._layout, self._layout.records
         table = array("Q", bytes(24 * self.records))
-        table[0::3] = array("Q", list(map(int.__add__, self._addresses, layout.starts)))
-        table[1::3] = array("Q", list(map(base.__add__, records.offsets)))
+        table[0::3] = array("Q", list(map(operator.add, self._addresses, layout.starts)))
+        table[1::3] = array("Q", list(map(operator.add, records.offsets, repeat(base))))
         table[2::3] = (
-            records.sizes if all(layout.on_host) else array("Q", map(int.__mul__, records.sizes, layout.on_host))
+            records.sizes if all(layout.on_host) else array("Q", map(operator.mul, records.sizes, layout.on_host))
         )
         return table
 
@@ -117,21 +119,16 @@ def load(path: str, *, map_location: Any = None, weights_only: bool = False, mma
 
 
 def _plan(obj: object, cache: PlanCache | None) -> Image:
-    skeleton = Skeleton(obj)
-    facts, storages = survey(skeleton)
+    found = survey(obj)
     layout = cache._last if cache is not None else None
-    if layout is None or layout.facts != facts:
-        layout = Layout(facts, skeleton.holes, storages)
-    addresses = [storage.data_ptr() for storage in storages]
-    layout.check(storages, addresses)
+    if layout is None or layout.facts != found.facts:
+        layout = Layout(found)
+    addresses = list(map(UntypedStorage.data_ptr, found.storages))
+    layout.check(found.storages, addresses)
     if cache is not None:
         cache._last = layout
-
-    parts = [b""] * (len(skeleton.pieces) + len(skeleton.order))
-    parts[0::2] = skeleton.pieces
-    parts[1::2] = layout.fill(skeleton.order)
-    small = [("byteorder", sys.byteorder.encode()), ("version", b"3\n"), ("data.pkl", b"".join(parts))]
-    return Image(Archive(layout.records, small), layout, storages, addresses)
+    small = [("byteorder", sys.byteorder.encode()), ("version", b"3\n"), ("data.pkl", layout.fill(found.skeleton))]
+    return Image(Archive(layout.records, small), layout, found.storages, addresses)
 
 
 def _find_culprit(obj: object, error: Exception) -> tuple[str, object]:
@@ -142,7 +139,7 @@ def _find_culprit(obj: object, error: Exception) -> tuple[str, object]:
             if not isinstance(error, TwoTypes):
                 _plan(child, None)
                 return False
-            return any(storage.data_ptr() == error.address for storage in survey(Skeleton(child))[1])
+            return any(storage.data_ptr() == error.address for storage in survey(child).storages)
         except Exception:
             return True
 

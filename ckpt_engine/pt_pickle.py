@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copyreg
 import io
+import operator
 import pickle
 import secrets
 import sys
@@ -33,12 +34,13 @@ _PROTOCOL = 2  # torch.save's
 _HOST = "cpu"
 _NO_STORAGE = {"meta", "xla", "maia", "mtia"}  # devices whose tensors torch reduces without a storage
 _PACKED = {torch.quint4x2, torch.quint2x4}  # several elements in a byte: never cut
-# Functions whose arguments begin with (storage, offset, size, stride), and are six at least.
+_QUANTISED = {torch.qint8, torch.quint8, torch.qint32, *_PACKED}
+# Their arguments begin with (storage, offset, size, stride), and are six at least.
 _CUTTABLE = {_rebuild_tensor_v2, _rebuild_tensor_v3, _rebuild_qtensor}
 
 
 class View(NamedTuple):
-    """A storage where a reduction has it, with the offset that follows it there (None: a storage saved itself)."""
+    """A storage in a reduction, with the offset that follows it there (None: a storage saved itself)."""
 
     storage: TypedStorage | UntypedStorage
     dtype: torch.dtype
@@ -47,22 +49,23 @@ class View(NamedTuple):
     last: int
 
 
-Hole = Tensor | View  # a tensor that is nothing but its data leaves one hole, others leave one for their storage
+Hole = Tensor | View  # a *plain* tensor, which is nothing but its data, is a hole itself; of others, the storage is
 
 
 class Skeleton(pickle.Pickler):
     """First pass: pickles an object, once, but for its tensors and storages.
 
-    ``pieces``: the stream, cut at its holes. ``order``: which hole is where; a tensor met again is the same hole.
+    ``pieces``: the stream, cut at its holes. ``order``: what belongs into each; a tensor may be met again.
+    ``strict``: whether to look at every tensor before it is taken for a plain one; see ``survey``.
     """
 
-    def __init__(self, obj: object) -> None:
+    def __init__(self, obj: object, *, strict: bool) -> None:
         out = io.BytesIO()
         super().__init__(out, protocol=_PROTOCOL)
-        self.holes: list[Hole] = []
-        self.order: list[int] = []
-        self._seen: dict[int, int] = {}  # id of a tensor → its hole, which keeps it alive
-        self._kinds = _Kinds()
+        self.order: list[Hole] = []
+        self.has_views = False
+        self._strict = strict
+        self._classes = {Tensor, Parameter, TypedStorage, UntypedStorage, View} - copyreg.dispatch_table.keys()
         self._mark, separator = _draw_mark()
         self.dump(obj)
         end = out.tell()
@@ -74,59 +77,43 @@ class Skeleton(pickle.Pickler):
             raise RuntimeError(f"{len(self.order)} holes were left in the pickle, {len(self.pieces) - 1} were found")
 
     def persistent_id(self, obj: Any) -> int | None:
-        kind = self._kinds[type(obj)]
-        if kind is None:
+        cls = type(obj)
+        if cls not in self._classes:
             return None
-        index = len(self.holes)
-        if kind is Tensor:
-            if obj.__dict__ or obj.layout is not torch.strided or obj.is_quantized or obj.is_nested:
+        if cls is Tensor or cls is Parameter:
+            if obj.__dict__ or (self._strict and not _is_plain(obj)):
                 return None
-            if not obj.is_cpu and obj.device.type in _NO_STORAGE:
-                return None
-            index = self._seen.setdefault(id(obj), index)
-            if index == len(self.holes):
-                self.holes.append(obj)
-        elif kind is View:
-            self.holes.append(obj)
         else:
-            dtype = obj.dtype if isinstance(obj, TypedStorage) else torch.uint8
-            self.holes.append(View(obj, dtype, None, 0, _untyped(obj).nbytes()))
-        self.order.append(index)
+            self.has_views = True
+            if cls is not View:
+                dtype = obj.dtype if cls is TypedStorage else torch.uint8
+                obj = View(obj, dtype, None, 0, _untyped(obj).nbytes())
+        self.order.append(obj)
         return self._mark  # an int, because these leave no trace in the memo
 
     def reducer_override(self, obj: Any) -> Any:
         """Tensors that are more than their data: as torch reduces them, but with a hole for the storage."""
-        if not isinstance(obj, Tensor) or type(obj) in copyreg.dispatch_table:
+        cls = type(obj)
+        if not issubclass(cls, Tensor) or cls in copyreg.dispatch_table:
             return NotImplemented
-        reduced = _reduce(obj)
-        return reduced if isinstance(reduced, str) else (reduced[0], _with_holes(*reduced[:2]), *reduced[2:])
+        reduced = obj.__reduce_ex__(_PROTOCOL)
+        return reduced if isinstance(reduced, str) else (reduced[0], _with_hole(*reduced[:2]), *reduced[2:])
 
 
-class _Kinds(dict[type, Any]):
-    """Type → Tensor (itself or Parameter), TypedStorage (any storage), View, or None: pickle it as any object."""
-
-    def __missing__(self, cls: type) -> Any:
-        kind: Any = None
-        if cls in copyreg.dispatch_table:
-            pass
-        elif cls is Tensor or cls is Parameter:
-            kind = Tensor
-        elif cls is UntypedStorage or issubclass(cls, TypedStorage):
-            kind = TypedStorage
-        elif cls is View:
-            kind = View
-        self[cls] = kind
-        return kind
+def _is_plain(tensor: Any) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return False
+    return tensor.device.type not in _NO_STORAGE
 
 
-def _with_holes(function: Any, args: Any) -> Any:
+def _with_hole(function: Any, args: Any) -> Any:
     """The arguments of a reduction, with one hole in place of storage and offset.
 
     One for two, since a tuple of more than three is written as MARK … TUPLE, which says nothing of its length.
     """
     if function is _rebuild_from_type_v2:
         inner, cls, inner_args, state = args
-        return inner, cls, _with_holes(inner, inner_args), state
+        return inner, cls, _with_hole(inner, inner_args), state
     if function not in _CUTTABLE:
         return args
     storage, offset, size, stride = args[:4]
@@ -135,17 +122,13 @@ def _with_holes(function: Any, args: Any) -> Any:
     return (View(storage, dtype, offset, *reach), *args[2:])
 
 
-def _reduce(tensor: Any) -> Any:
-    return tensor.__reduce_ex__(_PROTOCOL)
-
-
 class Facts(NamedTuple):
     """All that the fillings depend on, a column each: equal facts, equal bytes."""
 
     memo_base: int  # memo entries below are the skeleton's, those above the fillings'
     devices: list[torch.device]  # of the storages
     owners: list[int]  # the storage of each tensor, then of each view
-    views: list[tuple[Any, ...]]  # of each its hole, the class of its storage, and the rest of it
+    views: list[tuple[Any, ...]]  # for each view its hole, the class of its storage, and the rest of it
     classes: list[type]  # from here on: of the tensors
     dtypes: list[torch.dtype]
     offsets: list[int]
@@ -153,45 +136,68 @@ class Facts(NamedTuple):
     strides: list[tuple[int, ...]]
     grads: list[bool]
     negs: list[bool]
-    conjs: list[bool]
+    conjs: list[bool]  # empty if none is complex
 
 
-def survey(skeleton: Skeleton) -> tuple[Facts, list[UntypedStorage]]:
-    """The facts, and the storages in the order of their records.
+class Survey:
+    """What the first pass found: the holes, each once, the storages in the order of their records, and the facts."""
 
-    Storages are told apart by their C++ object, as torch.save does: all empty ones have the same, null, address.
-    """
-    tensors = [hole for hole in skeleton.holes if isinstance(hole, Tensor)]
-    views = [(index, hole) for index, hole in enumerate(skeleton.holes) if isinstance(hole, View)]
-    owners = [tensor.untyped_storage() for tensor in tensors] + [_untyped(view.storage) for _, view in views]
-    ids = [storage._cdata for storage in owners]
-    storages = dict(zip(ids, owners, strict=True))
-    numbers = {cdata: number for number, cdata in enumerate(storages)}
-    dtypes = [tensor.dtype for tensor in tensors]
-    facts = Facts(
-        # A power of two: a growing state seldom moves it, and a reader hardly wastes memory.
-        memo_base=1 << max(8, skeleton.memo_size.bit_length()),
-        devices=[storage.device for storage in storages.values()],
-        owners=[numbers[cdata] for cdata in ids],
-        views=[(index, type(view.storage), *view[1:]) for index, view in views],
-        classes=[type(tensor) for tensor in tensors],
-        dtypes=dtypes,
-        offsets=[int(tensor.storage_offset()) for tensor in tensors],
-        sizes=[tensor.shape for tensor in tensors],
-        strides=[tensor.stride() for tensor in tensors],
-        grads=[tensor.requires_grad for tensor in tensors],
-        negs=[tensor.is_neg() for tensor in tensors],
-        conjs=[tensor.is_conj() for tensor in tensors] if any(dtype.is_complex for dtype in set(dtypes)) else [],
-    )
-    return facts, list(storages.values())
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.skeleton = skeleton
+        self.holes = list({id(hole): hole for hole in skeleton.order}.values())
+        tensors: list[Any] = self.holes
+        views: list[tuple[int, View]] = []
+        if skeleton.has_views:
+            views = [(index, hole) for index, hole in enumerate(self.holes) if isinstance(hole, View)]
+            tensors = [hole for hole in self.holes if isinstance(hole, Tensor)]
+        # Storages are told apart by their C++ object, as torch.save does: all empty ones have the same, null, address.
+        self.storages = [*map(Tensor.untyped_storage, tensors), *(_untyped(view.storage) for _, view in views)]
+        ids = [storage._cdata for storage in self.storages]
+        owners = list(range(len(ids)))
+        if len(set(ids)) < len(ids):
+            unique = dict(zip(ids, self.storages, strict=True))
+            numbers = {cdata: number for number, cdata in enumerate(unique)}
+            owners = [numbers[cdata] for cdata in ids]
+            self.storages = list(unique.values())
+        offsets: Any = map(Tensor.storage_offset, tensors)
+        dtypes = [tensor.dtype for tensor in tensors]
+        self.facts = Facts(
+            # A power of two: a growing state seldom moves it, and a reader hardly wastes memory.
+            memo_base=1 << max(8, skeleton.memo_size.bit_length()),
+            devices=[storage.device for storage in self.storages],
+            owners=owners,
+            views=[(index, type(view.storage), *view[1:]) for index, view in views],
+            classes=list(map(type, tensors)),
+            dtypes=dtypes,
+            offsets=list(offsets),
+            sizes=[tensor.shape for tensor in tensors],
+            strides=list(map(Tensor.stride, tensors)),
+            grads=[tensor.requires_grad for tensor in tensors],
+            negs=list(map(Tensor.is_neg, tensors)),
+            conjs=list(map(Tensor.is_conj, tensors)) if any(dtype.is_complex for dtype in set(dtypes)) else [],
+        )
+
+
+def survey(obj: object) -> Survey:
+    """The first pass. Trusts that tensors are plain, since a look at each would double its cost, then verifies."""
+    try:
+        found = Survey(Skeleton(obj, strict=False))
+        devices = {device.type for device in set(found.facts.devices)}
+        if _QUANTISED.isdisjoint(found.facts.dtypes) and _NO_STORAGE.isdisjoint(devices):
+            return found
+    except RuntimeError:
+        pass  # sparse and opaque tensors have no storage, nested ones have no shape
+    return Survey(Skeleton(obj, strict=True))
 
 
 class Layout:
     """Which span of each storage is a record, and what fills the holes. Never changed once it is made."""
 
-    def __init__(self, facts: Facts, holes: list[Hole], storages: list[UntypedStorage]) -> None:
+    def __init__(self, survey: Survey) -> None:
+        facts, storages = survey.facts, survey.storages
         self.facts = facts
-        tags = {device: location_tag(storage) for device, storage in zip(facts.devices, storages, strict=True)}
+        one_each = dict(zip(facts.devices, storages, strict=True))
+        tags = {device: location_tag(storage) for device, storage in one_each.items()}
         self.locations = [tags[device] for device in facts.devices]
         if "meta" in {device.type for device in facts.devices}:
             raise NotImplementedError("a storage on the meta device has no bytes")
@@ -210,12 +216,12 @@ class Layout:
         dtypes = [*facts.dtypes, *(view[2] for view in facts.views)]
         saved = [dtype if dtype in _dtype_to_storage_type_map() else torch.uint8 for dtype in dtypes]
         self._saved_dtypes = list(dict.fromkeys(zip(facts.owners, saved, strict=True)))
-        self.records = Records(list(map(int.__sub__, self.ends, self.starts)))
-        self._fillings = _Filler(self, storages).fill(holes)
+        self.records = Records(list(map(operator.sub, self.ends, self.starts)))
+        self._fillings = _Filler(self, storages).fill(survey.holes)
 
     def check(self, storages: list[UntypedStorage], addresses: list[int]) -> None:
         """Refuse what facts do not tell: a storage smaller than its tensors, data saved as two types."""
-        if not all(map(int.__ge__, map(UntypedStorage.nbytes, storages), self.ends)):
+        if not all(map(operator.ge, map(UntypedStorage.nbytes, storages), self.ends)):
             raise RuntimeError("its storage is smaller than the tensor")
         if len(self._saved_dtypes) > len(addresses) or len(set(addresses)) < len(addresses):
             seen: dict[int, torch.dtype] = {}
@@ -223,17 +229,23 @@ class Layout:
                 if addresses[number] and seen.setdefault(addresses[number], dtype) is not dtype:
                     raise TwoTypes(addresses[number])
 
-    def fill(self, order: list[int]) -> list[bytes]:
-        """What goes into the holes of a stream in this order: all of a tensor at first, then where the memo has it."""
-        if len(order) == len(self._fillings):
-            return self._fillings
-        filled, met = [], set()
-        for index in order:
-            filling = self._fillings[index]
-            # Only tensors are met again, and their fillings end in LONG_BINPUT and its argument.
-            filled.append(pickle.LONG_BINGET + filling[-4:] if index in met else filling)
-            met.add(index)
-        return filled
+    def fill(self, skeleton: Skeleton) -> bytes:
+        """The pickle: into the hole of a tensor goes all of it at first, then where the memo has it."""
+        fillings, order = self._fillings, skeleton.order
+        if len(order) > len(fillings):
+            rest = iter(fillings)
+            first: dict[int, bytes] = {}
+            fillings = []
+            for key in map(id, order):
+                if key in first:  # a tensor, so its filling ends in LONG_BINPUT and the place in the memo
+                    fillings.append(pickle.LONG_BINGET + first[key][-4:])
+                else:
+                    first[key] = next(rest)
+                    fillings.append(first[key])
+        parts = [b""] * (2 * len(order) + 1)
+        parts[0::2] = skeleton.pieces
+        parts[1::2] = fillings
+        return b"".join(parts)
 
 
 class _Filler(pickle.Pickler):
@@ -262,12 +274,13 @@ class _Filler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> tuple[str, Any, str, str, int] | None:
         """As in ``torch.serialization._save``."""
-        storage_type: Any = UntypedStorage
-        itemsize = 1
-        if isinstance(obj, TypedStorage):
-            typed: Any = obj
-            storage_type, itemsize = getattr(torch, typed._pickle_storage_type()), obj.dtype.itemsize
-        elif not isinstance(obj, UntypedStorage):
+        if type(obj) is TypedStorage:
+            if obj.dtype not in _dtype_to_storage_type_map():
+                raise NotImplementedError(f"torch has no way to save {obj.dtype}")
+            storage_type, itemsize = getattr(torch, _dtype_to_storage_type_map()[obj.dtype]), obj.dtype.itemsize
+        elif type(obj) is UntypedStorage:
+            storage_type, itemsize = UntypedStorage, 1
+        else:
             return None
         number, layout = self._numbers[_untyped(obj)._cdata], self._layout
         return (
@@ -279,10 +292,10 @@ class _Filler(pickle.Pickler):
         )
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor):
+        if not issubclass(type(obj), Tensor):
             return NotImplemented
-        function, args = _reduce(obj)
-        args = _with_holes(function, args)
+        function, args = obj.__reduce_ex__(_PROTOCOL)
+        args = _with_hole(function, args)
         if isinstance(args[0], View):
             args = (args[0].storage, self._cut(args[0]), *args[1:])
         return function, args

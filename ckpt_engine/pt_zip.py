@@ -16,9 +16,11 @@ Sources: PKWARE APPNOTE.TXT 4.3.7 (local header), 4.3.12 (directory), 4.3.14-16 
 
 from __future__ import annotations
 
+import operator
 import struct
 from array import array
 from collections.abc import Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from ckpt_engine import _C
@@ -106,8 +108,6 @@ class Archive:
         Python loops over the slot: the data is not read again.
         """
         records, n = self._records, len(self._records)
-        if base < 0:
-            raise ValueError(f"base {base} is negative")
         file = memoryview(slot).cast("B")[base : base + self.nbytes]
         if len(file) < self.nbytes:
             raise ValueError(f"the file needs {self.nbytes} bytes at {base}, the buffer has {len(file)} there")
@@ -119,7 +119,7 @@ class Archive:
 
         start = _C.address_of(headers) - _LOCAL_CRC
         table = array("Q", bytes(24 * (n + 1)))
-        table[0::3] = array("Q", [*map(start.__add__, records._header_crcs), _C.address_of(self._tail)])
+        table[0::3] = array("Q", [*map(operator.add, records._header_crcs, repeat(start)), _C.address_of(self._tail)])
         table[1::3] = records._header_at + array("Q", [records.end])
         table[2::3] = records._header_nbytes + array("Q", [len(self._tail)])
         small_crcs = array("I", _C.copy(file, table))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copyreg
 import dataclasses
 import datetime
 import enum
@@ -12,6 +13,7 @@ import mmap
 import pathlib
 import random
 import shutil
+import struct
 import subprocess
 import types
 import warnings
@@ -198,7 +200,7 @@ def test_every_dtype_in_every_layout_is_bit_exact(dtype: torch.dtype, layout: st
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if not savable(d)], ids=str)
 def test_a_dtype_torch_cannot_save_is_refused_by_path(dtype: torch.dtype) -> None:
-    with pytest.raises(UnsupportedLeaf, match="not recognized") as refusal:
+    with pytest.raises(UnsupportedLeaf, match="no way to save") as refusal:
         to_bytes({"fine": torch.ones(2), "state": [1, random_bytes(8).view(dtype)]})
     assert refusal.value.path == "m.pt: ['state'][1]"
 
@@ -235,6 +237,10 @@ def with_attributes(tensor: torch.Tensor, **attributes: object) -> torch.Tensor:
     for name, value in attributes.items():
         setattr(tensor, name, value)
     return tensor
+
+
+def typed(tensor: torch.Tensor) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype, _internal=True)
 
 
 def special_tensors() -> dict[str, object]:
@@ -310,8 +316,7 @@ def test_a_distributed_tensor_keeps_its_shard_and_placement() -> None:
 
 def test_storages_saved_themselves_keep_all_of_themselves() -> None:
     base = torch.arange(20.0)
-    typed = torch.storage.TypedStorage(wrap_storage=base.untyped_storage(), dtype=torch.float32, _internal=True)
-    ours = read(to_bytes({"view": base[4:6], "storage": typed}))
+    ours = read(to_bytes({"view": base[4:6], "storage": typed(base)}))
     assert len(ours["storage"]._untyped_storage) == 80
     assert ours["view"].data_ptr() - ours["storage"]._untyped_storage.data_ptr() == 16
     raw = random_bytes(33)
@@ -359,7 +364,7 @@ def test_empty_tensors_are_not_confused_by_their_null_addresses() -> None:
 
 def test_the_span_of_a_storage_suits_every_dtype_in_it() -> None:
     raw = random_bytes(256)
-    assert_like_torch([raw[37:39], raw.view(torch.float8_e5m2)[33:40], raw[36:64].view(torch.uint32), raw[8:]])
+    assert_like_torch([raw[37:39], raw.view(torch.float8_e5m2)[33:40], raw[36:64].view(torch.uint32), raw[35:]])
 
 
 # --- by value ----------------------------------------------------------------------------------------------------
@@ -440,6 +445,28 @@ def test_other_objects_are_pickled_as_torch_save_pickles_them() -> None:
     assert ours["objects"][4]._metadata == {"version": 1}
     loaded = read(to_bytes(cycle))
     assert loaded[1] is loaded
+
+
+def test_references_within_a_large_pickle_are_kept() -> None:
+    """The memo of the pickle grows with the state; what stands for the tensors must never get into its way."""
+    for n in (100, 255, 256, 257, 1000, 70_000):
+        words = [f"w{i}" for i in range(n)]
+        tensors = [torch.full((1,), float(i)) for i in range(20)]
+        ours = read(to_bytes([words[: n // 2], tensors[:9], words, tensors, list(words)]))
+        assert ours[2] == words
+        assert ours[0] == words[: n // 2]
+        assert all(a is b for a, b in zip(ours[2], ours[4], strict=True))
+        assert all(a is b for a, b in zip(ours[1], ours[3][:9], strict=True))
+        assert [t.item() for t in ours[3]] == list(range(20))
+
+
+def test_reducers_registered_with_copyreg_are_used_as_torch_save_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"parameter": torch.nn.Parameter(torch.ones(2)), "tagged": torch.zeros(2).as_subclass(Tagged)}
+    monkeypatch.setitem(copyreg.dispatch_table, torch.nn.Parameter, lambda p: (Holder, (p.detach(),)))
+    monkeypatch.setitem(copyreg.dispatch_table, Tagged, lambda t: (Holder, ("tag",)))
+    ours = assert_like_torch(state)
+    assert isinstance(ours["parameter"], Holder)
+    assert ours["tagged"].value == "tag"
 
 
 def test_odd_names_change_nothing_but_themselves() -> None:
@@ -634,6 +661,10 @@ def test_records_and_offsets_beyond_4_gib_use_zip64(tmp_path: pathlib.Path) -> N
         assert sizes["archive/data/0"] == (n, big_crc, 0)
         assert sizes["archive/data/1"][2] > n
         assert archive.read("archive/data/1") == elements(state["after"])
+    with path.open("rb") as file:  # readers of streams have nothing but the local header
+        version, *fields = struct.unpack("<4xH8xIIIHH", file.read(30))
+        assert (version, fields[:3]) == (45, [big_crc, 0xFFFFFFFF, 0xFFFFFFFF])
+        assert struct.unpack("<HHQQ", file.read(fields[3] + 20)[fields[3] :]) == (1, 16, n, n)
     loaded = image.load(str(path))
     assert loaded["after"].tolist() == [0, 1, 2, 3, 4]
     assert (len(loaded["big"]), loaded["big"][-1].item(), loaded["n"]) == (n, 0, n)
@@ -719,6 +750,10 @@ CHANGES: dict[str, Callable[[], object]] = {
     "storage": lambda: [torch.ones(4), BASE[0:8].untyped_storage(), BASE[8:16].clone(), {"k": 1}],
     "more storage": lambda: [torch.ones(4), BASE.clone()[0:8], BASE[8:16].clone(), {"k": 1}],
     "longer memo": lambda: [torch.ones(4), BASE[0:8], BASE[8:16], {"k": [str(i) for i in range(1000)]}],
+    "attribute first": lambda: [with_attributes(torch.ones(4), ds_id=1), torch.zeros(4)],
+    "attribute last": lambda: [torch.zeros(4), with_attributes(torch.ones(4), ds_id=1)],
+    "untyped storage": lambda: [random_bytes(4).untyped_storage()],
+    "typed storage": lambda: [typed(random_bytes(4))],
     "class of a container": lambda: (torch.ones(4), BASE[0:8], BASE[8:16], collections.OrderedDict(k=1)),
 }
 
