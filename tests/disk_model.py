@@ -322,9 +322,10 @@ def publish(
     return commit.try_publish(storage, root, attempt, nodes=nodes, world=world, runs=known, node=node)
 
 
-def retain(storage: Storage, root: str, keep_last: int) -> None:
+def retain(storage: Storage, root: str, keep_last: int, confirmed: tuple[int, int] | None = None) -> None:
     policy = retention.Retention(keep_last=keep_last)
-    for old in retention.victims(listing.list_committed(storage, root).committed, policy, root_id=ROOT_ID):
+    found = listing.list_committed(storage, root).committed
+    for old in retention.victims(found, policy, root_id=ROOT_ID, confirmed=confirmed):
         sweep.remove_checkpoint(storage, old)
 
 

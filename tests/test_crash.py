@@ -66,7 +66,17 @@ def roll_back(storage: Any, root: str, said: Said) -> None:
     save(storage, root, attempt_of(0, "global_step20", 2, "1" * 16), said, FEWER)
 
 
-SCENARIOS: list[Callable[[Any, str, Said], None]] = [first_save, re_save, retention, roll_back]
+def node_local(storage: Any, root: str, said: Said) -> None:
+    for seq, tag in [(2, "global_step20"), (3, "global_step20"), (4, "global_step40")]:
+        attempt = attempt_of(seq, tag)
+        write_node(storage, root, attempt, {0: FILES[0]}, node=0, nodes=2, layout="node-local")
+        outcome = publish(storage, root, attempt, nodes=2, node=0)
+        assert isinstance(outcome, commit.Published) and outcome.trouble is None
+        said.append(attempt)
+        retain(storage, root, 1, confirmed=attempt.order)
+
+
+SCENARIOS: list[Callable[[Any, str, Said], None]] = [first_save, re_save, retention, roll_back, node_local]
 
 
 def prepare(storage: Any, root: str) -> Said:
