@@ -97,9 +97,8 @@ def plan(obj: object, name: str = "", cache: PlanCache | None = None) -> Image:
     except Exception as error:
         path, leaf = _find_culprit(obj, error)
         where, kind = f"{name}: {path or '(root)'}", type(leaf).__name__
-        raise UnsupportedLeaf(
-            f"{where} ({kind}) cannot be saved: {error}. Save its values instead", path=where
-        ) from error
+        advice = "put its values into the state instead"
+        raise UnsupportedLeaf(f"{where} ({kind}) cannot be saved, {advice}: {error}", path=where) from error
 
 
 def load(path: str, *, map_location: Any = None, weights_only: bool = False, mmap: bool = True) -> object:
