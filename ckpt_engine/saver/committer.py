@@ -65,6 +65,7 @@ class Committer(threading.Thread):
         ended: Callable[[Header, Outcome], None],
         live_run: Callable[[str], bool],
         held: Callable[[], tuple[Header, ...]],
+        answered: Callable[[], None],
     ) -> None:
         super().__init__(name="committer", daemon=True)
         self._storage = storage
@@ -73,6 +74,7 @@ class Committer(threading.Thread):
         self._ended = ended
         self._live_run = live_run
         self._held = held
+        self._tell_answered = answered
         self._mutex = threading.Lock()
         self._wake = threading.Event()
         self._stop_asked = False
@@ -192,6 +194,7 @@ class Committer(threading.Thread):
         if answered:
             with self._mutex:
                 self._questions = [q for q in self._questions if q not in answered]
+            self._tell_answered()
         if not ready:
             return bool(answered)
         try:

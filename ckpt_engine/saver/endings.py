@@ -69,7 +69,6 @@ class Endings:
         """Called in the committing thread: these are to be persisted."""
         self._chosen.extend(attempts)
         self.settled = True
-        self._server.wake()
 
     # -- the end of life -----------------------------------------------------------------------------------------
 

@@ -76,6 +76,7 @@ class Server:
             ended=self._on_outcome,
             live_run=lambda run: run in self._live_runs,
             held=lambda: self.headers,
+            answered=self.wake,
         )
         self.writer = Writer(self.storage, self.committer, self.tell, options.retry_s)
         self.ending = endings.Endings(self)
