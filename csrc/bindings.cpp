@@ -8,13 +8,13 @@
 namespace ckpt {
 namespace {
 
-using Object = py::object;
+using Object = py::handle;  // borrowed from the caller, so that a thread that ends in without_gil drops no reference
 
-int thread_count(const Object& threads) { return static_cast<int>(number(threads, "threads", 1, kMaxThreads)); }
+int thread_count(Object threads) { return static_cast<int>(number(threads, "threads", 1, kMaxThreads)); }
 
 // A private copy of an array argument: nobody can change it between the check and the use.
 template <class Item>
-std::vector<Item> items(const Object& object, const std::string& name) {
+std::vector<Item> items(Object object, const std::string& name) {
     const Buffer buffer(object, Buffer::kRead);
     if (buffer.nbytes() % sizeof(Item) != 0)
         throw py::value_error(name + " does not hold whole items of " + std::to_string(sizeof(Item)) + " bytes");
@@ -27,7 +27,7 @@ struct Row {
     uint64_t address, offset, nbytes;
 };
 
-py::bytes copy(const Object& dst, const Object& table, const Object& threads, const std::string& kernel, bool crc) {
+py::bytes copy(Object dst, Object table, Object threads, const std::string& kernel, bool crc) {
     const Buffer target(dst, Buffer::kWrite);
     const Kernel& chosen = kernel_named(kernel);
     const int count = thread_count(threads);
@@ -41,8 +41,7 @@ py::bytes copy(const Object& dst, const Object& table, const Object& threads, co
     return py::bytes(reinterpret_cast<const char*>(crcs.data()), crcs.size() * sizeof(uint32_t));
 }
 
-uint32_t crc32(const Object& data, const Object& crc, const Object& offset, const Object& nbytes,
-               const Object& threads) {
+uint32_t crc32(Object data, Object crc, Object offset, Object nbytes, Object threads) {
     const Buffer buffer(data, Buffer::kRead);
     const Window window(buffer, offset, nbytes, -1);
     const auto start = static_cast<uint32_t>(number(crc, "crc", 0, UINT32_MAX));
@@ -52,7 +51,7 @@ uint32_t crc32(const Object& data, const Object& crc, const Object& offset, cons
     return without_gil([&] { return crc_by_pieces(window.nbytes, start, count, crc_of); });
 }
 
-uint32_t crc32_combine(const Object& crcs, const Object& lengths) {
+uint32_t crc32_combine(Object crcs, Object lengths) {
     const auto pieces = items<uint32_t>(crcs, "crcs");
     const auto sizes = items<uint64_t>(lengths, "lengths");
     if (pieces.size() != sizes.size()) throw py::value_error("crcs and lengths differ in number");
@@ -63,7 +62,7 @@ uint32_t crc32_combine(const Object& crcs, const Object& lengths) {
     });
 }
 
-void scatter_u32(const Object& dst, const Object& positions, const Object& values) {
+void scatter_u32(Object dst, Object positions, Object values) {
     const Buffer target(dst, Buffer::kWrite);
     const auto places = items<uint64_t>(positions, "positions");
     const auto numbers = items<uint32_t>(values, "values");
@@ -72,27 +71,27 @@ void scatter_u32(const Object& dst, const Object& positions, const Object& value
     for (size_t i = 0; i < places.size(); ++i) std::memcpy(target.data() + places[i], &numbers[i], sizeof(uint32_t));
 }
 
-uint64_t load_word(const Object& word, const Object& offset) {
+uint64_t load_word(Object word, Object offset) {
     return load(Buffer(word, Buffer::kRead).word(size(offset, "offset")));
 }
 
-void store_word(const Object& word, const Object& offset, const Object& value) {
+void store_word(Object word, Object offset, Object value) {
     store(Buffer(word, Buffer::kWrite).word(size(offset, "offset")), word_value(value));
 }
 
-bool exchange_word(const Object& word, const Object& offset, const Object& expected, const Object& desired) {
+bool exchange_word(Object word, Object offset, Object expected, Object desired) {
     const Buffer buffer(word, Buffer::kWrite);
     return compare_exchange(buffer.word(size(offset, "offset")), word_value(expected), word_value(desired));
 }
 
-std::string file_name(const Object& path) {
+std::string file_name(Object path) {
     PyObject* encoded = nullptr;
     if (!PyUnicode_FSConverter(path.ptr(), &encoded)) throw py::error_already_set();
     return py::reinterpret_steal<py::bytes>(encoded);
 }
 
-bool write_from(const Object& path, const Object& source, const Object& offset, const Object& nbytes, bool direct,
-                const Object& chunk_bytes, const Object& mode, const Object& progress, const Object& progress_offset) {
+bool write_from(Object path, Object source, Object offset, Object nbytes, bool direct, Object chunk_bytes, Object mode,
+                Object progress, Object progress_offset) {
     const std::string name = file_name(path);
     const Buffer buffer(source, Buffer::kRead);
     const Window window(buffer, offset, nbytes);
@@ -105,8 +104,7 @@ bool write_from(const Object& path, const Object& source, const Object& offset, 
     return without_gil([&] { return write_file(name, window.data, window.nbytes, options); });
 }
 
-uint32_t read_into(const Object& path, const Object& dst, const Object& offset, const Object& nbytes,
-                   const Object& threads) {
+uint32_t read_into(Object path, Object dst, Object offset, Object nbytes, Object threads) {
     const std::string name = file_name(path);
     const Buffer target(dst, Buffer::kWrite);
     const Window window(target, offset, nbytes);
@@ -144,7 +142,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("crc32", crc32, arg("data"), arg("crc") = 0, kw_only(), arg("offset") = 0, arg("nbytes") = -1,
           arg("threads") = 1);
     m.def("crc32_combine", crc32_combine, arg("crcs"), arg("lengths"));
-    m.def("address_of", [](const Object& data) { return uintptr_t(Buffer(data, Buffer::kRead).data()); }, arg("data"));
+    m.def("address_of", [](Object data) { return uintptr_t(Buffer(data, Buffer::kRead).data()); }, arg("data"));
     m.def("scatter_u32", scatter_u32, arg("dst"), arg("positions"), arg("values"));
     m.def("load", load_word, arg("word"), arg("offset"));
     m.def("store", store_word, arg("word"), arg("offset"), arg("value"));

@@ -18,7 +18,7 @@ namespace ckpt {
 // until then. Bytes never change by it, also while others write them. Failures end it quietly.
 class Populate {
   public:
-    Populate(const py::object& buffer, const py::object& offset, const py::object& nbytes)
+    Populate(py::handle buffer, py::handle offset, py::handle nbytes)
         : buffer_(buffer, Buffer::kWrite) {
         const Window window(buffer_, offset, nbytes, -1);
         try {

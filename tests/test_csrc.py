@@ -210,6 +210,7 @@ def test_a_hostile_copy_is_refused_before_a_byte_moves(case: str) -> None:
     with pytest.raises(error):
         call(target)
     assert target == bytes(64)
+    target.append(0)  # no export is left behind, so it may be resized
 
 
 # ---- crc32, combine, scatter, address_of ----
