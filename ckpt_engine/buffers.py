@@ -54,10 +54,11 @@ class Buffers:
     def node_slots(self) -> list[Slot]:
         """Every slot of this engine on this node, dead ranks' ones included."""
         names = self._link.names.segments()
-        for name in set(self._all) - set(names):
-            if name.local_rank == self._link.local_rank and not self._all[name].flags() & RETIRED:
-                log.warning("slot %s was unlinked by someone (logind's RemoveIPC?): its snapshot is lost", name)
-            self._stop_populating(name)
+        for name, slot in self._all.items():
+            if slot.unlinked():
+                self._stop_populating(name)
+                if name.local_rank == self._link.local_rank:
+                    log.warning("slot %s was unlinked by someone (logind's RemoveIPC?): its snapshot is lost", name)
         open_all(names, self._all)
         return list(self._all.values())
 

@@ -24,7 +24,7 @@ class Mapping:
         self.name = name
         self.nbytes = nbytes
         self._fd = fd
-        self.memory = mmap.mmap(fd, nbytes)
+        self.memory = mmap.mmap(fd, nbytes)  # raises OSError; the descriptor is still the caller's then
 
     def unlinked(self) -> bool:
         """True if someone removed the name (logind's RemoveIPC, an administrator): it will not outlive us."""
@@ -40,6 +40,10 @@ class Mapping:
             self._fd = -1
             with contextlib.suppress(BufferError):
                 self.memory.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "memory"):
+            self.close()
 
 
 def create(name: str, nbytes: int) -> Mapping:

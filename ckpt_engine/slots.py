@@ -287,8 +287,8 @@ def _same_fill(now: Word, then: Word) -> bool:
 
 def open_all(names: list[SegmentName], known: dict[SegmentName, Slot]) -> dict[SegmentName, Slot]:
     """Map what is listed, keep what is mapped already, drop what is gone. A segment of another user is not ours."""
-    for gone in set(known) - set(names):
-        known.pop(gone).close()
+    for gone in [name for name, slot in known.items() if name not in names or slot.unlinked()]:
+        del known[gone]  # unmapped when the last user, the writer perhaps, lets go
     for name in names:
         try:
             if name not in known and (slot := Slot.open(name)) is not None:

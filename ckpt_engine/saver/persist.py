@@ -81,7 +81,10 @@ class Writer(threading.Thread):
     def run(self) -> None:
         while (job := self._jobs.get()[2]) is not None:
             self.current = job
-            self._persist(job)
+            try:
+                self._persist(job)
+            except Exception:  # the segment was taken away under us; the one writer goes on
+                log.exception("defect while persisting %s", job.slot.name)
             self.current = None
             self._jobs.task_done()
 
