@@ -248,7 +248,7 @@ class Checkpointer:
         """Block until every storage save has an outcome. Raises the first failure nobody was told of."""
         deadline = Deadline(self.options.saver.commit_s + 60.0 if timeout_s is None else timeout_s)
         published, first = [], None
-        for handle in list(self._handles):
+        for handle in [handle for handle in self._handles if not handle.reported]:
             try:
                 published.append(handle.result(deadline.remaining()))
             except CkptError as error:
