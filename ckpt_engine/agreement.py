@@ -6,12 +6,13 @@ import secrets
 import time
 from collections.abc import Iterable
 
-from ckpt_engine import runs
+from ckpt_engine import listing, runs
 from ckpt_engine.errors import CkptError, ConfigError, StorageError
-from ckpt_engine.group import Group, Place
+from ckpt_engine.group import Group, Place, together
 from ckpt_engine.manifest import Attempt, RunClaim
-from ckpt_engine.slots import Slot
-from ckpt_engine.storage.base import Storage, make_dirs
+from ckpt_engine.slots import Header
+from ckpt_engine.states import Order
+from ckpt_engine.storage.base import Storage
 from ckpt_engine.waits import Deadline, until
 
 NFS_STALE_S = 75.0
@@ -21,38 +22,38 @@ NFS_STALE_S = 75.0
 def agree_on_root(storage: Storage, group: Group, place: Place, root: str, layout: str) -> str:
     """The id of ``root``, drawn and written if it has none. Collective.
 
-    Raises ConfigError: two different ids, a directory that is not shared though it should be, or not writable.
+    Raises ConfigError on all ranks: different directories or ids where one root is shared, or it cannot be used.
     """
-    mine, problem = None, ""
-    if place.leader:
-        try:
-            mine = runs.root_id(storage, root)
-        except CkptError as error:
-            problem = str(error)
-    told = group.gather((mine, problem))
-    _raise_first([text for _, text in told])
-    ids = sorted({found for found, _ in told if found})
+
+    def look() -> tuple[str, str | None, str]:
+        return root, runs.root_id(storage, root) if place.leader else None, secrets.token_hex(8)
+
+    told = together(group, look)
+    roots = sorted({path for path, _, _ in told})
+    if len(roots) > 1 and layout == "shared":
+        raise ConfigError(f"the ranks were given different roots {roots[:4]}: a shared root is one directory for all")
+    ids = sorted({found for _, found, _ in told if found})
     if len(ids) > 1:
-        raise ConfigError(f"{root} is not one root: the nodes found the ids {' and '.join(ids)}")
-    drawn = group.gather(secrets.token_hex(8) if group.rank == 0 else "")[0]
-    root_id: str = ids[0] if ids else drawn
-    problem = ""
-    writes = mine is None and (place.leader if layout == "node-local" else group.rank == 0 and not ids)
-    try:
-        if writes:
-            make_dirs(storage, root)
-            runs.adopt_root_id(storage, root, root_id)
-    except StorageError as error:
-        problem = f"the root {root} cannot be used: {error}"
-    except CkptError as error:
-        problem = str(error)
-    _raise_first(group.gather(problem))
-    if place.leader and mine is None and not until(lambda: runs.root_id(storage, root) == root_id, Deadline(NFS_STALE_S)):
-        problem = (
-            f"node {place.node} does not see the root id {root_id} in {root}: the directory is not shared. Use a shared "
-            "one, or layout='node-local'"
-        )
-    _raise_first(group.gather(problem))
+        raise ConfigError(f"{' and '.join(roots)} is not one root: the nodes found the ids {' and '.join(ids)}")
+    root_id: str = ids[0] if ids else told[0][2]
+    unknown = place.leader and told[group.rank][1] is None
+
+    def adopt() -> None:
+        if unknown and place.reads_root(layout) and (layout == "node-local" or not ids):
+            try:
+                runs.adopt_root_id(storage, root, root_id)
+            except StorageError as error:
+                raise ConfigError(f"the root {root} cannot be used: {error}") from error
+
+    def see() -> None:
+        if unknown and not until(lambda: _shows(storage, root, root_id), Deadline(NFS_STALE_S), every_s=0.1):
+            raise ConfigError(
+                f"node {place.node} does not see the root id {root_id} in {root}: the directory is not shared. Use a "
+                "shared one, or layout='node-local'"
+            )
+
+    together(group, adopt)
+    together(group, see)
     return root_id
 
 
@@ -62,28 +63,36 @@ def agree_on_run(
     place: Place,
     root: str,
     layout: str,
-    slots: Iterable[Slot],
+    held: Iterable[Header],
     resumed_from: Attempt | None,
 ) -> RunClaim:
     """A new run: its generation is 1 + the highest that any root or slot header knows. Collective; claims nothing."""
-    known = [slot.header() for slot in slots]
-    highest = max((header.attempt.generation for header in known if header is not None), default=0)
-    problem = ""
-    if place.leader if layout == "node-local" else group.rank == 0:
+
+    def look() -> tuple[int, str, int]:
+        known = [0 if resumed_from is None else resumed_from.generation]
+        known += [header.attempt.generation for header in held]
+        if place.reads_root(layout):
+            known.append(listing.highest_generation(storage, root))
+        return max(known), secrets.token_hex(8), int(time.time())
+
+    told = together(group, look)
+    return RunClaim(1 + max(highest for highest, _, _ in told), told[0][1], resumed_from, group.world, told[0][2])
+
+
+def agree_on_confirmed(storage: Storage, group: Group, place: Place, root: str) -> Order | None:
+    """Node-local roots: the newest attempt that every node has committed, as far as this save knows. Collective."""
+    mine: Order | None = None
+    if place.leader:
         try:
-            highest = max((highest, *(claim.generation for claim in runs.read_runs(storage, root))))
-        except CkptError as error:
-            problem = str(error)
-    told = group.gather((highest, secrets.token_hex(8), problem))
-    _raise_first([text for _, _, text in told])
-    if resumed_from is not None:
-        highest = max(highest, resumed_from.generation)
-    generation = 1 + max(highest, *(number for number, _, _ in told))
-    now = group.gather(int(time.time()))[0]
-    return RunClaim(generation, told[0][1], resumed_from, group.world, now)
+            committed = listing.list_committed(storage, root).committed
+            mine = max((one.order for one in committed if one.manifest.node == place.node), default=(0, 0))
+        except CkptError:  # nothing is confirmed, so nothing is removed
+            mine = (0, 0)
+    return min((order for order in group.gather(mine) if order is not None), default=None)
 
 
-def _raise_first(problems: Iterable[str]) -> None:
-    for rank, text in enumerate(problems):
-        if text:
-            raise ConfigError(f"rank {rank}: {text}")
+def _shows(storage: Storage, root: str, root_id: str) -> bool:
+    try:
+        return runs.root_id(storage, root) == root_id
+    except CkptError:
+        return False

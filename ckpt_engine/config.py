@@ -125,6 +125,12 @@ def saver_environment(package_parent: str) -> dict[str, str]:
     return keep
 
 
+def launched_world() -> int:
+    """How many processes a launcher says there are; never an identity, only a reason to doubt that we are alone."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else 1
+
+
 def hook_from_environment() -> None:
     """Install the event hook that ``CKPT_ENGINE_HOOK=package.module:function`` names, if it is set."""
     spec = os.environ.get("CKPT_ENGINE_HOOK", "")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt_engine import errors
+from ckpt_engine import commit, errors, listing
 from ckpt_engine.control import Outcome
-from ckpt_engine.errors import AttemptFailed, Cancelled, CkptError, CommitTimeout, StorageError, StorageFull
+from ckpt_engine.errors import AttemptFailed, Cancelled, CkptError, CommitTimeout, Corrupt, StorageError, StorageFull
+from ckpt_engine.events import log
 from ckpt_engine.link import Link
 from ckpt_engine.manifest import Attempt
+from ckpt_engine.storage.base import Storage
 from ckpt_engine.waits import Deadline
 
 
@@ -39,17 +43,40 @@ class Published:
     path: str
 
 
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a handle looks for its manifest: that of all ``ranks`` in ``path``, or of one ``node`` there."""
+
+    storage: Storage
+    path: str
+    ranks: Sequence[int]
+    node: int | None = None
+
+    def holds(self, attempt: Attempt) -> bool:
+        """True if its manifest is there; what cannot be read now may be later."""
+        with contextlib.suppress(Corrupt, StorageError):
+            found = listing.read_manifest(self.storage, self.path, self.node)
+            return found is not None and found.attempt == attempt
+        return False
+
+    def missing(self, attempt: Attempt) -> tuple[int, ...]:
+        """Ranks whose part is not there."""
+        found: set[int] = set()
+        with contextlib.suppress(StorageError):
+            parent = os.path.dirname(self.path)
+            records = commit.read_shard_records(self.storage, parent, attempt, self.ranks, node=self.node)
+            found = {record.rank for record in records}
+        return tuple(sorted(set(self.ranks) - found))
+
+
 class Handle:
     """One storage save on its way. Its exception is where trouble after staging shows."""
 
-    def __init__(
-        self, link: Link, staged: Staged, path: str, look: Callable[[], bool], missing: Callable[[], tuple[int, ...]]
-    ) -> None:
+    def __init__(self, link: Link, staged: Staged, destination: Destination) -> None:
         self.staged = staged
-        self.path = path
+        self.path = destination.path
         self._link = link
-        self._look = look
-        self._missing = missing
+        self._destination = destination
         self._end: Published | CkptError | None = None
         self.reported = False
 
@@ -69,10 +96,10 @@ class Handle:
         """
         deadline = Deadline(self._link.options.saver.commit_s + 60.0 if timeout_s is None else timeout_s)
         if not self._poll(look=True) and not self._link.wait(lambda: self._poll(look=True), deadline):
-            missing = self._missing()
+            missing = self._destination.missing(self.staged.attempt)
             raise CommitTimeout(
-                f"step {self.step} is not committed after {deadline.elapsed():.1f} s: no receipt of ranks {missing}. It "
-                "may still be; look again with result(), and see whether these ranks entered the save",
+                f"step {self.step} is not committed after {deadline.elapsed():.1f} s: no receipt of ranks {missing}. "
+                "It may still be; look again with result(), and see whether these ranks entered the save",
                 missing_ranks=missing,
             )
         if isinstance(self._end, Published):
@@ -97,14 +124,53 @@ class Handle:
         attempt = self.staged.attempt
         for outcome in page.outcomes if page is not None else ():
             if (outcome.order, outcome.run) == (attempt.order, attempt.run):
-                self._end = self._published() if outcome.status == "committed" else error_of(outcome, attempt)
+                self._end = self._published() if outcome.status == "committed" else self._failed(outcome)
                 return True
-        if look and self._look():
+        if look and self._destination.holds(attempt):
             self._end = self._published()
         return self._end is not None
 
+    def _failed(self, outcome: Outcome) -> CkptError:
+        error = error_of(outcome, self.staged.attempt)
+        if isinstance(error, CommitTimeout) and not error.missing_ranks:  # told by another node
+            error.missing_ranks = self._destination.missing(self.staged.attempt)
+        return error
+
     def _published(self) -> Published:
         return Published(self.step, self.staged.attempt, self.path)
+
+
+class Outbox:
+    """The storage saves of one rank that have no outcome yet, or one that nobody was told of."""
+
+    def __init__(self) -> None:
+        self._handles: list[Handle] = []
+
+    def add(self, handle: Handle) -> None:
+        self._handles.append(handle)
+
+    def report(self, on_error: str) -> None:
+        """Tell of saves that failed since the last call: a warning, or the first one's exception (``on_error``)."""
+        failed = [(handle, error) for handle in self._handles if (error := handle.trouble()) is not None]
+        for handle, error in failed:
+            handle.reported = True
+            log.warning("the save of step %d did not become a checkpoint: %s", handle.step, error)
+        self._handles = [handle for handle in self._handles if not handle.done()]
+        if failed and on_error == "raise":
+            raise failed[0][1]
+
+    def wait(self, deadline: Deadline) -> tuple[Published, ...]:
+        """Block until every save has an outcome; raises the first failure nobody was told of."""
+        published, first = [], None
+        for handle in [one for one in self._handles if not one.reported]:
+            try:
+                published.append(handle.result(deadline.remaining()))
+            except CkptError as error:
+                first = first or error
+        self._handles = [handle for handle in self._handles if not handle.done()]
+        if first is not None:
+            raise first
+        return tuple(published)
 
 
 def error_of(outcome: Outcome, attempt: Attempt) -> CkptError:
@@ -128,4 +194,3 @@ def error_of(outcome: Outcome, attempt: Attempt) -> CkptError:
     if outcome.kind == "StaleRun":
         return errors.StaleRun(text, other=outcome.path)
     return AttemptFailed(text, rank=outcome.rank, reason=outcome.reason)
-

@@ -14,8 +14,9 @@ from ckpt_engine.disk_names import check_file_name
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.handles import Handle, Published, Staged
 from ckpt_engine.manifest import FileEntry
-from ckpt_engine.restore import RestoreReport, Source
+from ckpt_engine.restore import RestoreReport
 from ckpt_engine.retention import Retention
+from ckpt_engine.source import Source
 from ckpt_engine.staging import Planned
 
 State = Mapping[str, Any]

@@ -7,21 +7,18 @@ damage anywhere moves everybody to the next older candidate.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_engine import _C, listing, runs
-from ckpt_engine.buffers import Buffers
-from ckpt_engine.errors import CkptError, Corrupt, NotFound, StorageError, WorldMismatch
+from ckpt_engine import listing, runs
+from ckpt_engine.agreement import NFS_STALE_S
+from ckpt_engine.errors import ConfigError, Corrupt, NotFound, WorldMismatch
 from ckpt_engine.events import log, span
 from ckpt_engine.group import Group, Place
 from ckpt_engine.manifest import Attempt, Committed, FileEntry, RunClaim
-from ckpt_engine.names import SegmentName
-from ckpt_engine.slots import DATA_OFFSET, Header, Slot
+from ckpt_engine.slots import Slot
+from ckpt_engine.source import Candidate, Held, Opener, Share, Source
 from ckpt_engine.storage.base import Storage
 
 Wants = Callable[[Sequence[tuple[int, FileEntry]]], tuple[Iterable[str], Iterable[str]]]
@@ -30,7 +27,7 @@ Wants = Callable[[Sequence[tuple[int, FileEntry]]], tuple[Iterable[str], Iterabl
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A candidate that was not used, and why."""
+    """What was not used, newer than what was, and why."""
 
     attempt: str
     step: int
@@ -43,7 +40,7 @@ class RestoreReport:
     """What a restore found. ``source``: "memory", "storage" or None (nothing to restore: ``step`` is 0).
 
     ``state``: {file name: object} of this rank (plain engine). ``client_state``: what the framework stored beside.
-    ``skipped``: newer candidates that could not be used. ``unmanaged``: tags without a manifest in the root, written
+    ``skipped``: newer ones that could not be used. ``unmanaged``: tags without a manifest in the root, written
     by someone else. ``verified_bytes``: bytes whose CRC this rank checked.
     """
 
@@ -59,18 +56,11 @@ class RestoreReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """One rank's snapshot in the shared memory of one node."""
+class Facts:
+    """What one rank contributes to the choice; most ranks contribute only the step they were asked for."""
 
     node: int
-    segment: SegmentName
-    header: Header
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What one rank contributes to the choice; most ranks contribute nothing."""
-
+    step: int | None
     held: tuple[Held, ...] = ()
     committed: tuple[Committed, ...] = ()
     claims: tuple[RunClaim, ...] = ()
@@ -80,69 +70,73 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to serve one attempt: (rank, file) of all its files, and where each lies."""
+class Choice:
+    """``candidates``: best first. ``damaged``: what was committed once and cannot be read. ``partial``: never whole."""
 
-    attempt: Attempt
-    source: str
-    world: int
-    files: tuple[tuple[int, FileEntry], ...]
-    held: tuple[Held, ...] = ()
-    committed: tuple[Committed, ...] = ()
+    candidates: tuple[Candidate, ...]
+    damaged: tuple[Skipped, ...] = ()
+    partial: tuple[tuple[Attempt, Skipped], ...] = ()
 
-    def named(self, name: str) -> tuple[int, FileEntry]:
-        for rank, entry in self.files:
-            if entry.name == name:
-                return rank, entry
-        raise NotFound(f"{name} is not part of {self.attempt.tag} ({self.source}); it holds {self.names()[:8]}")
-
-    def names(self) -> list[str]:
-        return [entry.name for _, entry in self.files]
+    def newer_than(self, attempt: Attempt | None) -> tuple[Skipped, ...]:
+        """The partial ones that a user may miss."""
+        return tuple(told for one, told in self.partial if attempt is None or one.order > attempt.order)
 
 
-def look(storage: Storage, buffers: Buffers, root: str, place: Place, layout: str) -> Facts:
+def look(storage: Storage, slots: Iterable[Slot], root: str, place: Place, layout: str, step: int | None) -> Facts:
     """What this rank can tell: one rank per node lists memory, rank 0 (or one per node) lists storage."""
     held: list[Held] = []
-    if place.leader:
-        for slot in buffers.node_slots():
-            found = slot.snapshot()
-            if found is not None and found[1].root == root:
-                held.append(Held(place.node, slot.name, found[1]))
-    if not (place.leader if layout == "node-local" else place.rank == 0):
-        return Facts(tuple(held), claims=tuple({h.header.claim.run: h.header.claim for h in held}.values()))
-    found_there = listing.list_committed(storage, root)
-    node = place.node if layout == "node-local" else None
-    claims = {claim.run: claim for claim in runs.read_runs(storage, root)}
-    claims |= {h.header.claim.run: h.header.claim for h in held}
+    for slot in slots if place.leader else ():
+        found = slot.snapshot()
+        if found is not None and found[1].root == root:
+            held.append(Held(place.node, slot.name, found[1]))
+    in_memory = {one.header.claim.run: one.header.claim for one in held}
+    if not place.reads_root(layout):
+        return Facts(place.node, step, tuple(held), claims=tuple(in_memory.values()))
+    there = listing.list_committed(storage, root)
+    on_disk = {claim.run: claim for claim in runs.read_runs(storage, root)}
     return Facts(
+        place.node,
+        step,
         tuple(held),
-        tuple(one for one in found_there.committed if one.manifest.node == node),
-        tuple(claims.values()),
+        there.committed,
+        tuple((in_memory | on_disk).values()),
         True,
-        tuple(str(damage) for damage in found_there.damaged),
+        tuple(str(damage) for damage in there.damaged),
         listing.unmanaged(storage, root),
     )
 
 
-def candidates(
-    facts: Sequence[Facts], root_id: str, step: int | None
-) -> tuple[list[Candidate], tuple[Skipped, ...]]:
+def candidates(facts: Sequence[Facts], root_id: str, layout: str) -> Choice:
     """Every complete candidate, best first (newest attempt, memory before storage). Pure.
 
-    Without ``step`` only attempts on the line count; with it, all attempts of that step.
+    Without a step only attempts on the line count; with it, all of that step. Checkpoints of another root, that
+    somebody copied here, count where there is none of this one, or where their step is asked for.
     """
+    steps = {fact.step for fact in facts}
+    if len(steps) > 1:
+        raise ConfigError(f"the ranks were asked for different steps: {sorted(map(str, steps))}")
+    (step,) = steps
     claims = {claim.run: claim for fact in sorted(facts, key=lambda f: not f.on_disk) for claim in fact.claims}.values()
-    found = _from_memory([h for fact in facts for h in fact.held], root_id)
-    found += _from_storage([one for fact in facts for one in fact.committed], root_id)
-    skipped = [Skipped("", 0, "storage", text) for fact in facts for text in fact.damaged]
-    if step is not None:
-        chosen = [one for one in found if one.attempt.step == step]
-    else:
-        chosen = [one for one in found if runs.on_the_line(one.attempt, claims)]
-    return sorted(chosen, key=lambda c: (c.attempt.order, c.source == "memory"), reverse=True), tuple(skipped)
+    partial: list[tuple[Attempt, Skipped]] = []
+    found = _from_memory([held for fact in facts for held in fact.held], root_id, partial)
+    stored = _from_storage(facts, layout, partial)
+    own = [one for one in stored if one.attempt.root_id == root_id]
+    found += stored if step is not None else own or (stored if not found else [])
+    damaged = tuple(Skipped("", 0, "storage", text) for fact in facts for text in fact.damaged)
+
+    def counts(attempt: Attempt) -> bool:
+        if step is not None:
+            return attempt.step == step
+        return attempt.root_id != root_id or runs.on_the_line(attempt, claims)
+
+    def rank(one: Candidate) -> tuple[bool, tuple[int, int], bool]:
+        return (one.attempt.root_id == root_id, one.attempt.order, one.source == "memory")
+
+    chosen = sorted((one for one in found if counts(one.attempt)), key=rank, reverse=True)
+    return Choice(tuple(chosen), damaged, tuple(one for one in partial if counts(one[0])))
 
 
-def _from_memory(held: Sequence[Held], root_id: str) -> list[Candidate]:
+def _from_memory(held: Sequence[Held], root_id: str, partial: list[tuple[Attempt, Skipped]]) -> list[Candidate]:
     by_attempt: dict[Attempt, dict[int, Held]] = {}
     for one in held:
         if one.header.attempt.root_id == root_id:
@@ -150,128 +144,45 @@ def _from_memory(held: Sequence[Held], root_id: str) -> list[Candidate]:
     made = []
     for attempt, parts in by_attempt.items():
         world = next(iter(parts.values())).header.world
-        if set(parts) == set(range(world)):
-            files = tuple((rank, file.entry) for rank, part in sorted(parts.items()) for file in part.header.files)
-            files = tuple((rank, entry) for rank, entry in files if entry.origin == "shard")
-            made.append(Candidate(attempt, "memory", world, files, held=tuple(parts.values())))
+        if not _whole(attempt, "memory", world, parts, partial):
+            continue
+        files = tuple((rank, file.entry) for rank, part in sorted(parts.items()) for file in part.header.files)
+        files = tuple((rank, entry) for rank, entry in files if entry.origin == "shard")
+        made.append(Candidate(attempt, "memory", world, files, held=tuple(parts.values())))
     return made
 
 
-def _from_storage(committed: Sequence[Committed], root_id: str) -> list[Candidate]:
-    by_attempt: dict[Attempt, list[Committed]] = {}
-    for one in committed:
-        if one.manifest.attempt.root_id == root_id:
-            by_attempt.setdefault(one.manifest.attempt, []).append(one)
+def _from_storage(facts: Sequence[Facts], layout: str, partial: list[tuple[Attempt, Skipped]]) -> list[Candidate]:
+    """One for each attempt whose manifests, wherever they were found, speak for all ranks."""
+    by_attempt: dict[Attempt, dict[int | None, tuple[Committed, set[int]]]] = {}
+    for fact in facts:
+        for one in fact.committed:
+            parts = by_attempt.setdefault(one.manifest.attempt, {})
+            parts.setdefault(one.manifest.node, (one, set()))[1].add(fact.node)
     made = []
     for attempt, parts in by_attempt.items():
-        shards = {shard.rank: shard.files for one in parts for shard in one.manifest.shards}
-        world = parts[0].manifest.world
-        if set(shards) != set(range(world)):
-            continue  # node-local: some node has no manifest of it
+        committed = tuple(one for one, _ in parts.values())
+        shards = {shard.rank: shard.files for one in committed for shard in one.manifest.shards}
+        world = committed[0].manifest.world
+        if not _whole(attempt, "storage", world, shards, partial):
+            continue
         files = tuple((rank, e) for rank, entries in sorted(shards.items()) for e in entries if e.origin != "tool")
-        made.append(Candidate(attempt, "storage", world, files, committed=tuple(parts)))
+        readers = tuple(frozenset(nodes) for _, nodes in parts.values()) if layout == "node-local" else ()
+        made.append(Candidate(attempt, "storage", world, files, committed=committed, readers=readers))
     return made
 
 
-class Source:
-    """The files of one candidate as this rank reads them: verified, private, one at a time."""
-
-    def __init__(self, candidate: Candidate, buffers: Buffers, storage: Storage, threads: int) -> None:
-        self.candidate = candidate
-        self.verified_bytes = 0
-        self._threads = threads
-        self._storage = storage
-        self._slots: dict[str, tuple[Slot, int]] = {}
-        self._remote: dict[str, str] = {}
-        self._kept: dict[str, int] = {}
-        if candidate.source == "memory":
-            here = {slot.name: slot for slot in buffers.node_slots()}
-            for held in candidate.held:
-                slot = here.get(held.segment)
-                if slot is not None:
-                    self._slots |= {file.name: (slot, DATA_OFFSET + file.offset) for file in held.header.files}
-
-    def lacks(self, names: Iterable[str]) -> set[str]:
-        """Names that are not in the memory of this node."""
-        return {name for name in names if name not in self._slots} if self.candidate.source == "memory" else set()
-
-    def local_buffer(self, name: str) -> memoryview:
-        slot, start = self._slots[name]
-        return memoryview(slot.memory)[start : start + self.candidate.named(name)[1].nbytes]
-
-    def add_remote(self, name: str, path: str) -> None:
-        self._remote[name] = path
-
-    def fetch(self, name: str) -> int:
-        """A private, verified copy of ``name`` as a memory file (memfd); the caller closes the descriptor.
-
-        Raises Corrupt if the bytes are not what was saved, StorageError if they cannot be read.
-        """
-        if name in self._kept:
-            return self._kept.pop(name)
-        _, entry = self.candidate.named(name)
-        fd = os.memfd_create("ckpt-restore", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, max(1, entry.nbytes))
-            with mmap.mmap(fd, max(1, entry.nbytes)) as memory:
-                self._check(name, entry, self._read(name, entry, memory))
-            os.ftruncate(fd, entry.nbytes)
-        except BaseException:
-            os.close(fd)
-            raise
-        self.verified_bytes += entry.nbytes
-        return fd
-
-    def keep(self, name: str) -> None:
-        """Fetch ``name`` now, for a later ``fetch``."""
-        if name not in self._kept:
-            self._kept[name] = self.fetch(name)
-
-    def report(self) -> RestoreReport:
-        attempt = self.candidate.attempt
-        return RestoreReport(attempt.step, self.candidate.source, attempt, attempt.tag)
-
-    def close(self) -> None:
-        """Drop what was kept and nobody fetched."""
-        while self._kept:
-            os.close(self._kept.popitem()[1])
-
-    def _read(self, name: str, entry: FileEntry, memory: mmap.mmap) -> int:
-        if name in self._slots:
-            import array
-
-            slot, start = self._slots[name]
-            table = array.array("Q", [_C.address_of(slot.memory) + start, 0, entry.nbytes])
-            return int.from_bytes(_C.copy(memory, table, threads=self._threads), "little")
-        if name in self._remote:
-            return self._storage.read_into(
-                self._remote[name], memory, offset=0, nbytes=entry.nbytes, threads=self._threads
-            )
-        for one in self.candidate.committed:
-            if entry in one.manifest.files():
-                with contextlib.suppress(NotFound):  # removed meanwhile, or on another node
-                    listing.read_verified(self._storage, one, entry, memory, threads=self._threads)
-                    return entry.crc32
-        raise Corrupt(f"{name} of {self.candidate.attempt.tag} is gone", path=name, want=entry.crc32, got=None)
-
-    def _check(self, name: str, entry: FileEntry, crc: int) -> None:
-        if crc != entry.crc32:
-            raise Corrupt(
-                f"{name} of {self.candidate.attempt.tag} in {self.candidate.source}: CRC-32 is {crc:08x}, "
-                f"{entry.crc32:08x} was saved",
-                path=name,
-                want=entry.crc32,
-                got=crc,
-            )
+def _whole(
+    attempt: Attempt, source: str, world: int, ranks: Iterable[int], partial: list[tuple[Attempt, Skipped]]
+) -> bool:
+    missing = sorted(set(range(world)) - set(ranks))
+    if missing:
+        partial.append((attempt, Skipped(attempt.tag, attempt.step, source, f"nothing of ranks {missing[:8]}")))
+    return not missing
 
 
 def choose(
-    group: Group,
-    place: Place,
-    found: Sequence[Candidate],
-    open_source: Callable[[Candidate], Source],
-    wants: Wants,
-    share_dir: Callable[[], str],
+    group: Group, place: Place, found: Sequence[Candidate], open_source: Opener, wants: Wants, share: Share
 ) -> tuple[Source | None, tuple[Skipped, ...]]:
     """The first candidate that every rank verified, opened; None if there is none. Collective.
 
@@ -281,113 +192,73 @@ def choose(
     for candidate in found:
         if candidate.world != group.world:
             raise WorldMismatch(
-                f"{candidate.attempt.tag} was saved by {candidate.world} ranks, this job has {group.world}. Convert it with "
-                "DeepSpeed's ds_to_universal.py and load the universal checkpoint, or start as many ranks as then",
+                f"{candidate.attempt.tag} was saved by {candidate.world} ranks, this job has {group.world}. Convert it "
+                "with DeepSpeed's ds_to_universal.py and load the universal checkpoint, or start as many ranks as then",
                 want=candidate.world,
                 got=group.world,
             )
         with span("verify", step=candidate.attempt.step, source=candidate.source) as facts:
-            source, problems = _try(group, place, candidate, open_source, wants, share_dir)
+            source, problems = _try(group, place, candidate, open_source, wants, share)
             facts["problems"] = len(problems)
         if source is not None and not problems:
             return source, tuple(skipped)
         if source is not None:
             source.close()
-        log.warning("cannot restore %s from %s: %s", candidate.attempt.tag, candidate.source, "; ".join(problems))
-        skipped.append(
-            Skipped(candidate.attempt.tag, candidate.attempt.step, candidate.source, "; ".join(problems)[:500])
-        )
+        reason = "; ".join(problems)[:500]
+        log.warning("cannot restore %s from %s: %s", candidate.attempt.tag, candidate.source, reason)
+        skipped.append(Skipped(candidate.attempt.tag, candidate.attempt.step, candidate.source, reason))
     return None, tuple(skipped)
 
 
 def _try(
-    group: Group,
-    place: Place,
-    candidate: Candidate,
-    open_source: Callable[[Candidate], Source],
-    wants: Wants,
-    share_dir: Callable[[], str],
+    group: Group, place: Place, candidate: Candidate, open_source: Opener, wants: Wants, share: Share
 ) -> tuple[Source | None, list[str]]:
     """One candidate on all ranks; the problems of all ranks. Each gather is reached by every rank, come what may."""
     source: Source | None = None
     mine: list[str] = []
-    lacks: list[str] = []
+    plan: tuple[set[tuple[int, str]], set[str]] = (set(), set())
     problem = ""
     try:
         source = open_source(candidate)
         verified, later = wants(candidate.files)
         mine = sorted(set(verified))
-        lacks = sorted(source.lacks({*mine, *later}))
-    except (CkptError, OSError) as error:
+        plan = (source.lacks({*mine, *later}), source.absent() if place.rank == 0 else set())
+    except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-    told = group.gather((problem, place.node, lacks))
-    if source is None or any(text for text, _, _ in told):
-        return source, [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(told) if text]
-    problem = _exchange(group, place, source, [(name, node) for _, node, names in told for name in names], share_dir)
+    told = group.gather((problem, place.node, *plan))
+    problems = [f"rank {rank}: {one[0]}" for rank, one in enumerate(told) if one[0]]
+    if source is None or problems:
+        return source, problems
+    gone = told[0][3]  # rank 0 listed the storage: what it does not see either will not show up
+    try:
+        source.exchange(group, [(key, node) for _, node, keys, _ in told for key in keys], share)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    group.gather(())  # every file is complete before anybody reads one
     try:
         for name in mine if not problem else ():
-            source.keep(name)
-    except (CkptError, OSError) as error:
+            patient = candidate.source == "storage" and not candidate.readers and name not in gone
+            source.keep(name, NFS_STALE_S if patient else 0.0)
+    except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     return source, [f"rank {rank}: {text}" for rank, text in enumerate(group.gather(problem)) if text]
 
 
-def _exchange(
-    group: Group,
-    place: Place,
-    source: Source,
-    lacking: Sequence[tuple[str, int]],
-    share_dir: Callable[[], str],
-) -> str:
-    """Bring each (name, node) of ``lacking`` into one file on that node; the same broadcasts on all ranks."""
-    if not lacking:
-        return ""
-    trouble = ""
-    for name in sorted({name for name, _ in lacking}):
-        rank, entry = source.candidate.named(name)
-        holder = next(held for held in source.candidate.held if held.header.rank == rank)
-        sender = place.nodes[holder.node][0]
-        path = os.path.join(share_dir(), f"remote-{name.replace('/', '%')}")
-        mine = (name, place.node) in lacking
-        buffer: Any = None
-        try:
-            if group.rank == sender:
-                buffer = source.local_buffer(name)
-            elif mine and place.leader:
-                buffer = _reserve(path, entry.nbytes)
-        except (OSError, CkptError) as error:
-            trouble = f"{type(error).__name__}: {error}"
-        group.send_bytes(sender, buffer, entry.nbytes)
-        if mine:
-            source.add_remote(name, path)
-    group.gather(())  # every file is complete before anybody reads one
-    return trouble
-
-
-def nothing_usable(root: str, step: int | None, facts: Sequence[Facts], skipped: Sequence[Skipped]) -> None:
-    """Returns if there is provably nothing to restore. Raises NotFound or Corrupt: never a silent start from scratch."""
+def nothing_usable(root: str, facts: Sequence[Facts], choice: Choice, tried: Sequence[Skipped]) -> None:
+    """Returns if there is provably nothing to restore. Raises NotFound, Corrupt: never a silent start from scratch."""
+    step = facts[0].step
     known = {one.manifest.attempt.step for fact in facts for one in fact.committed}
     known |= {held.header.attempt.step for fact in facts for held in fact.held}
+    skipped = (*choice.damaged, *tried)
     if step is not None and not skipped:
         raise NotFound(f"no checkpoint of step {step} in {root}; there are {sorted(known)}")
     if any(fact.committed for fact in facts) or skipped:
+        skipped += choice.newer_than(None)
         told = "; ".join(f"{one.attempt or one.source}: {one.reason}" for one in skipped) or "none is on the line"
         raise Corrupt(
-            f"{root} holds checkpoints of steps {sorted(known)}, but none that all ranks can use: {told}. To start from "
-            "scratch on purpose, use an empty root",
+            f"{root} holds checkpoints of steps {sorted(known)}, but none that all ranks can use: {told}. To start "
+            "from scratch on purpose, use an empty root",
             path=root,
             want="an intact checkpoint",
             got=told,
         )
-
-
-def _reserve(path: str, nbytes: int) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, max(1, nbytes))
-        os.ftruncate(fd, max(1, nbytes))
-        return mmap.mmap(fd, max(1, nbytes))
-    except OSError as error:
-        raise StorageError.of(error, op="reserve", path=path) from error
-    finally:
-        os.close(fd)

@@ -28,8 +28,9 @@ from ckpt_engine.events import log, warn_once
 from ckpt_engine.handles import Handle, Published, Staged
 from ckpt_engine.manifest import Committed, FileEntry
 from ckpt_engine.plain import read_with
-from ckpt_engine.restore import Candidate, RestoreReport, Source
+from ckpt_engine.restore import RestoreReport
 from ckpt_engine.retention import Retention
+from ckpt_engine.source import Candidate, Source
 from ckpt_engine.staging import Blob, Planned
 
 try:
