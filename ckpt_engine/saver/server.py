@@ -258,9 +258,11 @@ class Server:
                     self.committer.keep_waiting(header.attempt)
                 if rank in held or gone is None:
                     continue
-                if gone.died or (gone.page.run == header.attempt.run and gone.page.entered > header.attempt.order):
-                    how = "died" if gone.died else "went on"
-                    reason = f"rank {rank} {how} without its part of {header.attempt.tag}"
+                page, order = gone.page, header.attempt.order
+                refused = page.entered == order and page.outcome == "failed"
+                if gone.died or (page.run == header.attempt.run and (refused or page.entered > order)):
+                    how = "died" if gone.died else f"failed ({page.reason})" if refused else "went on"
+                    reason = f"rank {rank} {how} without its part of {header.attempt.tag}"[:500]
                     self.committer.failed(header, Failure(rank=rank, reason=reason))
 
     def _watch_progress(self) -> None:
