@@ -104,7 +104,7 @@ class Link:
                     f"another live job (pid {pid}) is local rank {self.local_rank} on {self._root}: end it, or give "
                     "this one another job= or name="
                 )
-            self._spawn_if_free()
+            self._spawn_if_free(deadline)
         finally:
             spawn.unlock()
         return True
@@ -236,12 +236,12 @@ class Link:
         with contextlib.suppress(FileNotFoundError):  # removed again just now; the caller looks again
             if spawn.lock(deadline):
                 try:
-                    self._spawn_if_free()
+                    self._spawn_if_free(deadline)
                 finally:
                     spawn.unlock()
 
-    def _spawn_if_free(self) -> None:
-        """REQUIRES: spawn.lock is held."""
+    def _spawn_if_free(self, deadline: Deadline) -> None:
+        """Returns when the new saver holds its lock, so that no other rank starts one too. REQUIRES: spawn.lock is held."""
         with self._mutex:
             running = self._child is not None and self._child.poll() is None
         if running or locks.holder(self.names.saver_lock) is not None:
@@ -268,6 +268,8 @@ class Link:
                     os.close(log)
             except OSError as error:
                 raise SaverUnavailable(f"cannot start a saver with {sys.executable}: {error}") from error
+            while locks.holder(self.names.saver_lock) is None and self._child.poll() is None and not deadline.expired():
+                pause(0.01)
 
     def _notice_failed_start(self) -> None:
         """Reap our saver. Raises SaverUnavailable if it could not start; one that was killed is only replaced."""
