@@ -159,14 +159,14 @@ class Process:
 
 
 class _Nursery:
-    """The process that ranks are forked from; made once per test session, when first needed."""
+    """A process that ranks are forked from; made once per test session for each list of imports, when first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: tuple[str, ...]) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         flags = [f"-W{option}" for option in sys.warnoptions] + ["-O"] * sys.flags.optimize
         path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
-        command = [sys.executable, *flags, str(TESTS / "nursery.py"), str(there.fileno())]
+        command = [sys.executable, *flags, str(TESTS / "nursery.py"), str(there.fileno()), *preload]
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._process = subprocess.Popen(command, pass_fds=[there.fileno()], env=env)
         there.close()
@@ -182,13 +182,13 @@ class _Nursery:
         self._process.wait(10)
 
 
-_nurseries: list[_Nursery] = []
+_nurseries: dict[tuple[str, ...], _Nursery] = {}
 
 
-def _nursery() -> _Nursery:
-    if not _nurseries:
-        _nurseries.append(_Nursery())
-    return _nurseries[0]
+def _nursery(preload: tuple[str, ...]) -> _Nursery:
+    if preload not in _nurseries:
+        _nurseries[preload] = _Nursery(preload)
+    return _nurseries[preload]
 
 
 class Lab:
@@ -214,11 +214,13 @@ class Lab:
         env: dict[str, str] | None = None,
         uid: int | None = None,
         within: Process | None = None,
+        preload: tuple[str, ...] = (),
     ) -> Process:
         """A process that calls ``program(me, *args)``; ``program`` is a function of a test module, ``args`` are JSON.
 
         ``group``: a file through which ``world`` ranks meet (see ``ranks``). ``uid``: run as that user. ``within``:
-        live in the mount and IPC namespaces of that process (see ``small_shm``).
+        live in the mount and IPC namespaces of that process (see ``small_shm``). ``preload``: modules that its nursery
+        imports, beside torch; each list has a nursery of its own.
         """
         log = self.dir / f"{len(self._processes):03}-{program.__name__}-{rank}.log"
         request = {
@@ -234,7 +236,7 @@ class Lab:
         commands_there, commands = os.pipe()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            pid = _nursery().born(request, events_there, commands_there, output)
+            pid = _nursery(preload).born(request, events_there, commands_there, output)
         finally:
             for fd in (events_there, commands_there, output):
                 os.close(fd)

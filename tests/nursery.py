@@ -167,11 +167,13 @@ def _note_identities(me: Me) -> None:
             module.names_for = noted  # type: ignore[attr-defined]
 
 
-def main(control: socket.socket) -> int:
+def main(control: socket.socket, preload: list[str]) -> int:
     import torch.distributed  # noqa: F401  # what makes it worth to be forked
 
     import ckpt_engine.plain  # noqa: F401
 
+    for name in preload:
+        importlib.import_module(name)
     while True:
         data, fds, _, _ = socket.recv_fds(control, 1 << 16, 3)
         if not data:
@@ -193,4 +195,4 @@ def main(control: socket.socket) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(socket.socket(fileno=int(sys.argv[1]))))
+    sys.exit(main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]))
