@@ -113,11 +113,19 @@ class Process:
         """The exit code, as ``subprocess`` gives it."""
         if self._code is None:
             try:
-                found = until(lambda: (done := os.waitpid(self.pid, os.WNOHANG))[0] and done, within_s, "exit")
+                found = until(self._reap, within_s, "exit")
             except AssertionError:
                 self._fail(f"did not end within {within_s:g} s")
             self._code = os.waitstatus_to_exitcode(found[1])
         return self._code
+
+    def _reap(self) -> tuple[int, int] | None:
+        """(pid, status) once it has ended; until the process that forked it is gone, it is not ours to wait for."""
+        try:
+            done = os.waitpid(self.pid, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        return done if done[0] else None
 
     def end(self, within_s: float = 20.0) -> None:
         """It should end by itself, with nothing more to say."""
