@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import reprlib
 import sys
 from array import array
 from collections.abc import Callable, Iterator
 from itertools import repeat
+from mmap import MAP_PRIVATE, MAP_SHARED
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,13 +103,19 @@ def plan(obj: object, name: str = "", cache: PlanCache | None = None) -> Image:
         raise UnsupportedLeaf(f"{where} ({kind}) cannot be saved, {advice}: {error}", path=where) from error
 
 
-def load(path: str, *, map_location: Any = None, weights_only: bool = False, mmap: bool = True) -> object:
-    """The object in a file that is verified and nobody else's: with ``mmap``, the tensors live in it.
+def load(
+    path: str, *, map_location: Any = None, weights_only: bool = False, mmap: bool = True, own: bool = False
+) -> object:
+    """The object in a file that is verified: with ``mmap``, the tensors live in it.
+
+    ``own``: the file is nobody else's, so that what is written to the tensors may go there; else each page that is
+    written is copied, beside the file's own.
 
     Raises RestoreError, naming the file, where torch.load cannot make sense of it here; OSError as it comes.
     """
     try:
-        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap)
+        with _mapped(MAP_SHARED if own else MAP_PRIVATE):
+            return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap)
     except (OSError, MemoryError):
         raise
     except Exception as error:
@@ -115,6 +123,16 @@ def load(path: str, *, map_location: Any = None, weights_only: bool = False, mma
             "more than tensors and containers needs weights_only=False" if weights_only else "its classes must be here"
         )
         raise RestoreError(f"{path} cannot be loaded ({hint}): {error}") from error
+
+
+@contextlib.contextmanager
+def _mapped(flags: int) -> Iterator[None]:
+    before = torch.serialization.get_default_mmap_options()
+    torch.serialization.set_default_mmap_options(flags)
+    try:
+        yield
+    finally:
+        torch.serialization.set_default_mmap_options(before or MAP_PRIVATE)
 
 
 def _plan(obj: object, cache: PlanCache | None) -> Image:

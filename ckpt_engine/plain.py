@@ -145,7 +145,10 @@ class CheckpointEngine:
 
 
 def _load(source: Source, name: str, map_location: Any, weights_only: bool) -> object:
-    return read_with(source, name, lambda path: image.load(path, map_location=map_location, weights_only=weights_only))
+    def load(path: str) -> object:
+        return image.load(path, map_location=map_location, weights_only=weights_only, own=True)
+
+    return read_with(source, name, load)
 
 
 def read_with(source: Source, name: str, load: Callable[[str], object]) -> object:
