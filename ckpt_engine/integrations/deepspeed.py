@@ -1,4 +1,4 @@
-"""DeepSpeed's verbs said in ours; the only file that imports deepspeed.
+"""DeepSpeed's verbs said in ours; the only file that imports deepspeed (what it sees of us: ``deepspeed_shim``).
 
 ``attach`` replaces ``engine.checkpoint_engine`` and wraps the bound ``save_checkpoint``, ``load_checkpoint``,
 ``_copy_recovery_script`` and ``destroy``; nothing of torch is patched, and ``close`` puts everything back. While
@@ -11,6 +11,7 @@ by globbing; ``is_decoupled() = True`` would hand ``latest`` to a protocol that 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import secrets
 import shutil
@@ -20,26 +21,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ckpt_engine import image, listing
+from ckpt_engine import listing
 from ckpt_engine.checkpointer import Checkpointer, Entry
 from ckpt_engine.config import Options, SaverOptions
-from ckpt_engine.errors import CkptError, ConfigError, WorldMismatch
+from ckpt_engine.errors import CkptError, ConfigError, RestoreError, WorldMismatch
 from ckpt_engine.events import log, warn_once
+from ckpt_engine.group import together
 from ckpt_engine.handles import Handle, Published, Staged
+from ckpt_engine.integrations.deepspeed_shim import Loading, Shim, Transaction, placeholders
 from ckpt_engine.manifest import Committed, FileEntry
-from ckpt_engine.plain import read_with
 from ckpt_engine.restore import RestoreReport
 from ckpt_engine.retention import Retention
 from ckpt_engine.source import Candidate, Source
-from ckpt_engine.staging import Blob, Planned
 
 try:
     import deepspeed
-    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine as _Base
 except ImportError as error:
     raise ConfigError("attach() needs DeepSpeed: pip install 'ckpt-engine[deepspeed]'") from error
-
-_TOOLS = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
 def attach(
@@ -79,92 +77,6 @@ def attach(
         saver=saver or SaverOptions(),
     )
     return DeepSpeedCheckpointer(engine, Checkpointer(root, options, rank=None, world_size=None))
-
-
-class Transaction:
-    """What one rank captures while DeepSpeed's save runs: its files, or the error that kept it from it."""
-
-    def __init__(self, core: Checkpointer, folder: str, *, storage: bool) -> None:
-        self.files: dict[str, Planned] = {}
-        self.storage = storage
-        self.error: CkptError | None = None
-        self._core = core
-        self._folder = os.path.realpath(folder)
-
-    def capture(self, state: Any, path: str) -> None:
-        """Plan one file; never raises CkptError: this rank goes on to DeepSpeed's last barrier."""
-        if self.error is not None:
-            return
-        try:
-            name = os.path.relpath(os.path.realpath(path), self._folder)
-            if name.startswith("..") or name in self.files:
-                raise ConfigError(f"DeepSpeed saves {path}: twice, or outside of {self._folder}")
-            self.files[name] = self._core.plan(name, state)
-        except CkptError as error:
-            self.error = error
-
-    def capture_tools(self) -> None:
-        """DeepSpeed's recovery scripts become files of this shard; a memory save needs none."""
-        scripts = Path(deepspeed.__file__).parent / "utils"
-        for tool in _TOOLS if self.storage else ():
-            if (scripts / tool).is_file():
-                self.files[tool] = Planned(Blob((scripts / tool).read_bytes()), origin="tool")
-
-
-class Shim(_Base):  # type: ignore[misc]  # deepspeed is untyped
-    """What DeepSpeed sees as its checkpoint engine. Outside of our saves and restores it is the one it replaced."""
-
-    def __init__(self, inner: Any) -> None:
-        self.name = "ckpt_engine"
-        self.inner = inner
-        self.saving: Transaction | None = None
-        self.loading: Loading | None = None
-
-    def create(self, info: Any) -> None:
-        if self.saving is None:
-            self.inner.create(info)
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        if self.saving is None:
-            self.inner.makedirs(path, exist_ok=exist_ok)
-
-    def save(self, state_dict: Any, path: str) -> None:
-        if self.saving is None:
-            self.inner.save(state_dict, path)  # save_16bit_model and the like: synchronous, as ever
-        else:
-            self.saving.capture(state_dict, path)
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        if self.loading is not None and self.loading.serves(path):
-            return self.loading.load(path, map_location)
-        return self.inner.load(path, map_location=map_location)
-
-    def commit(self, info: Any) -> Any:
-        return True if self.saving is not None else self.inner.commit(info)
-
-    def is_data_parallel_writer(self, dp_rank: int) -> Any:
-        return self.inner.is_data_parallel_writer(dp_rank)
-
-    def preserves_storage_sharing(self) -> bool:
-        return False  # an image cuts every storage to what is referenced: DeepSpeed need not clone first
-
-
-class Loading:
-    """Serves the files of one source under the paths that DeepSpeed asks for."""
-
-    def __init__(self, source: Source, folder: str) -> None:
-        self._source = source
-        self._folder = os.path.realpath(folder)
-        self._names = set(source.candidate.names())
-
-    def _name(self, path: str) -> str:
-        return os.path.relpath(os.path.realpath(path), self._folder)
-
-    def serves(self, path: str) -> bool:
-        return self._name(path) in self._names
-
-    def load(self, path: str, map_location: Any) -> Any:
-        return read_with(self._source, self._name(path), lambda copy: image.load(copy, map_location=map_location))
 
 
 class DeepSpeedCheckpointer:
@@ -227,9 +139,10 @@ class DeepSpeedCheckpointer:
             entry = core.enter(step, storage=storage, tag=tag, directory=parent)
         except CkptError as error:
             problem = error  # the others are on their way into the collectives below: so must we
-        else:
-            if core.options.when_busy == "skip" and core.busy_anywhere():
-                return core.skipped_handle(entry)
+        if core.options.when_busy == "skip" and not self._elsewhere(parent) and core.busy_anywhere():
+            if entry is None:
+                raise problem or ConfigError("not entered")
+            return core.skipped_handle(entry)
         saving = Transaction(core, os.path.join(parent, tag), storage=storage)
         saving.error = problem
         self._shim.saving = saving
@@ -247,11 +160,9 @@ class DeepSpeedCheckpointer:
             self._shim.saving = None
         if entry is None:
             raise ConfigError(f"the save of step {step!r} was not entered")
-        if self.engine.global_steps != entry.attempt.step and not save_dir:
-            warn_once(
-                f"step {core.root}",
-                f"save of step {entry.attempt.step}, but the engine has done {self.engine.global_steps} optimizer steps",
-            )
+        if self.engine.global_steps != entry.attempt.step:
+            done = f"the engine has done {self.engine.global_steps} optimizer steps"
+            warn_once(f"step {core.root}", f"save of step {entry.attempt.step}, but {done}")
         staged = core.stage(entry, saving.files)
         handle = core.queue(entry, staged) if storage else core.in_memory(staged)
         core.report_trouble()
@@ -269,16 +180,23 @@ class DeepSpeedCheckpointer:
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         step = self.engine.global_steps
+        if not save_latest:
+            warn_once(
+                f"save_latest {save_dir}", f"save_latest=False: {save_dir}/latest names the newest checkpoint anyway"
+            )
         handle = self._save(step, str(save_dir), tag, client_state, storage=True, frozen=exclude_frozen_parameters)
-        if os.path.realpath(save_dir) != self._core.root and not handle.staged.skipped:
+        if self._elsewhere(save_dir):
             handle.result()
         return True
+
+    def _elsewhere(self, save_dir: str) -> bool:
+        return os.path.realpath(save_dir) != self._core.root
 
     def _copy_recovery_script(self, save_path: str) -> None:
         if self._shim.saving is None:
             self._originals["_copy_recovery_script"](save_path)
         else:
-            self._shim.saving.capture_tools()
+            self._shim.saving.capture_tools(Path(deepspeed.__file__).parent / "utils")
 
     # -- restore -------------------------------------------------------------------------------------------------
 
@@ -286,110 +204,131 @@ class DeepSpeedCheckpointer:
         """Load the newest state that all ranks can agree on (or that of ``step``) into the engine. Collective.
 
         ``load_options`` go to DeepSpeed's ``load_checkpoint``. ``report.step`` is 0 and ``report.source`` None if there
-        is nothing to restore; ``report.client_state`` is what was saved beside. A root with plain DeepSpeed
-        checkpoints only is loaded as DeepSpeed would. Raises NotFound, WorldMismatch, Corrupt, RestoreError.
+        is nothing to restore; ``report.client_state`` is what DeepSpeed hands back: what was saved beside, and some of
+        its own. Unverified, as DeepSpeed would: the checkpoints of a root that holds none of ours, and, if DeepSpeed is
+        configured with ``load_universal`` and ours were saved by another number of ranks, the universal one.
+        Raises NotFound, WorldMismatch, Corrupt, RestoreError.
         """
-        core = self._core
-
-        def load(source: Source) -> dict[str, Any]:
-            folder = str(core.link.names.restore_dir(f"{secrets.token_hex(4)}-{core.place.rank}"))
-            try:
-                _placeholders(source, os.path.join(folder, source.candidate.attempt.tag))
-                return self._load_from(source, folder, source.candidate.attempt.tag, load_options)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-
-        report = core.restore(load, self._wants, step)
+        try:
+            wants = functools.partial(self._wants, everything=self._reads_all_weights(load_options))
+            report = self._core.restore(lambda source: self._load(source, load_options), wants, step)
+        except WorldMismatch:
+            if not self.engine.load_universal_checkpoint() or step is not None:
+                raise
+            return self._restore_foreign(RestoreReport(0, None), "latest_universal", load_options)
         if report.source is None and step is None:
-            return self._restore_plain(report, load_options)
+            universal = self.engine.load_universal_checkpoint()
+            return self._restore_foreign(report, "latest_universal" if universal else "latest", load_options)
         return replace(report, state={}, client_state=report.state)
 
-    def _load_from(self, source: Source, folder: str, tag: str, options: dict[str, Any]) -> dict[str, Any]:
-        self._shim.loading = Loading(source, os.path.join(folder, tag))
+    def _load(self, source: Source, options: dict[str, Any]) -> dict[str, Any]:
+        """Show ``source`` to DeepSpeed as a directory with one checkpoint."""
+        core, tag = self._core, source.candidate.attempt.tag
+        folder = str(core.link.names.restore_dir(f"{secrets.token_hex(4)}-{core.place.rank}"))
         try:
-            path, client_state = self._originals["load_checkpoint"](folder, tag, **options)
+            with placeholders(source, folder, filled=self._reads_all_weights(options)):
+                self._shim.loading = Loading(source, os.path.join(folder, tag))
+                self.engine.load_universal_checkpoint = bool  # False: this one is not
+                path, client_state = self._originals["load_checkpoint"](folder, tag, **options)
         finally:
             self._shim.loading = None
+            self.engine.__dict__.pop("load_universal_checkpoint", None)
+            shutil.rmtree(folder, ignore_errors=True)
         if path is None:
-            raise CkptError(f"DeepSpeed could not load {source.candidate.attempt.tag}: its log says why")
+            raise RestoreError(f"DeepSpeed could not load {tag}: its log says why")
         return dict(client_state or {})
 
-    def _restore_plain(self, report: RestoreReport, options: dict[str, Any]) -> RestoreReport:
-        """Nothing of ours in the root: what DeepSpeed's own ``latest`` names, if it is there."""
-        core, mine = self._core, ""
-        latest = Path(core.root, "latest")
-        if core.place.rank == 0 and latest.is_file():
-            mine = latest.read_text().strip()
-        tag = core.group.gather(mine)[0]
-        if tag not in report.unmanaged:
-            return report
-        log.warning("%s/%s has no manifest: loading it unverified, as DeepSpeed wrote it", core.root, tag)
-        path, client_state = self._originals["load_checkpoint"](core.root, tag, **options)
-        if path is None:
-            raise CkptError(f"DeepSpeed could not load {tag} from {core.root}: its log says why")
-        return replace(
-            report, step=self.engine.global_steps, source="storage", tag=tag, client_state=dict(client_state or {})
+    def _reads_all_weights(self, options: dict[str, Any]) -> bool:
+        """ZeRO-3 without optimizer states: DeepSpeed reads the shards of all ranks itself, with torch.load."""
+        return bool(self.engine.zero_optimization_partition_weights()) and not options.get(
+            "load_optimizer_states", True
         )
+
+    def _restore_foreign(self, report: RestoreReport, latest: str, options: dict[str, Any]) -> RestoreReport:
+        """Nothing of ours to restore: what DeepSpeed's own ``latest`` (or ``latest_universal``) names, if anything."""
+        core = self._core
+        found = together(core.group, lambda: self._named_by(Path(core.root, latest)), RestoreError)[0]
+        if not found:
+            if report.unmanaged:
+                log.warning("%s holds %s, but no %s: nothing is restored", core.root, report.unmanaged, latest)
+            return report
+        log.warning("%s/%s has no manifest: loading it unverified, as DeepSpeed wrote it", core.root, found)
+        path, client_state = self._originals["load_checkpoint"](core.root, found, **options)
+        if path is None:
+            raise RestoreError(f"DeepSpeed could not load {found} from {core.root}: its log says why")
+        return replace(
+            report, step=self.engine.global_steps, source="storage", tag=found, client_state=dict(client_state or {})
+        )
+
+    def _named_by(self, latest: Path) -> str:
+        return latest.read_text().strip() if self._core.place.leader and latest.is_file() else ""
 
     def _load_checkpoint(self, load_dir: str, tag: Any = None, *arguments: Any, **options: Any) -> Any:
         """``engine.load_checkpoint`` of any caller: waits for saves in flight, verifies what has a manifest."""
-        original = self._originals["load_checkpoint"]
+        core, original = self._core, self._originals["load_checkpoint"]
         try:
-            self._core.wait()
+            core.wait()
         except CkptError as error:
             log.warning("before loading: %s", error)
-        self._core.group.gather(())
-        if self.engine.load_universal_checkpoint():
+        told = together(core.group, lambda: self._find(str(load_dir), tag), RestoreError)
+        leaders = [told[ranks[0]] for ranks in core.place.nodes]
+        if len({one and one.manifest.attempt for one in leaders}) > 1:
+            raise RestoreError(
+                f"the nodes hold different checkpoints as {tag or 'latest'} in {load_dir}: name another tag"
+            )
+        found = leaders[core.place.node]
+        if found is None or self.engine.load_universal_checkpoint():
             return original(load_dir, tag, *arguments, **options)
-        found = self._find(str(load_dir), tag)
-        if found is None:
-            return original(load_dir, tag, *arguments, **options)
-        module_only = options.get("load_module_only", False) or len(arguments) > 3
         manifest = found.manifest
-        if manifest.world != self._core.group.world and not module_only:
+        asked = inspect.signature(original).bind(load_dir, tag, *arguments, **options)
+        asked.apply_defaults()
+        whole = asked.arguments["load_optimizer_states"] and not asked.arguments["load_module_only"]
+        if manifest.world != core.group.world and whole and self.engine.zero_optimization():
             raise WorldMismatch(
-                f"{found.commit_dir} was saved by {manifest.world} ranks, this job has {self._core.group.world}: convert it "
+                f"{found.commit_dir} was saved by {manifest.world} ranks, this job has {core.group.world}: convert it "
                 "with DeepSpeed's ds_to_universal.py and load the universal checkpoint",
                 want=manifest.world,
-                got=self._core.group.world,
+                got=core.group.world,
             )
         files = tuple((s.rank, e) for s in manifest.shards for e in s.files if e.origin != "tool")
-        candidate = Candidate(manifest.attempt, "storage", manifest.world, files, committed=(found,))
-        source = self._core.open_verified(candidate, self._wants)
+        candidate = Candidate(manifest.attempt, "storage", core.group.world, files, committed=(found,))
+        source = core.open_verified(candidate, self._wants)
         self._shim.loading = Loading(source, found.commit_dir)
         try:
-            result = original(load_dir, os.path.basename(found.commit_dir), *arguments, **options)
+            result = original(
+                load_dir, os.path.relpath(found.commit_dir, os.path.realpath(load_dir)), *arguments, **options
+            )
         finally:
             self._shim.loading = None
             source.close()
-        if os.path.dirname(found.commit_dir) == self._core.root:
-            self._core.resumed_from(manifest.attempt)
+        if result[0] is not None and os.path.dirname(found.commit_dir) == core.root:
+            core.resumed_from(manifest.attempt)
         return result
 
     def _find(self, load_dir: str, tag: Any) -> Committed | None:
-        """The committed checkpoint that DeepSpeed means by these arguments; the same on all ranks."""
-        core, mine = self._core, None
-        if core.place.leader:
-            if tag is None:
-                latest = Path(load_dir, "latest")
-                tag = latest.read_text().strip() if latest.is_file() else None
-            if tag is not None:
-                folder = os.path.join(os.path.realpath(load_dir), str(tag))
-                node = core.place.node if core.options.layout == "node-local" else None
-                manifest = listing.read_manifest(core.storage, folder, node)
-                mine = Committed(manifest, folder) if manifest is not None else None
-        told = core.group.gather(mine)
-        found: Committed | None = told[core.place.node_ranks[0]]
-        return found
+        """The committed checkpoint that DeepSpeed means by these arguments, as the leader of a node sees it."""
+        core = self._core
+        if not core.place.leader:
+            return None
+        tag = self._named_by(Path(load_dir, "latest")) if tag is None else str(tag)
+        folder = os.path.join(os.path.realpath(load_dir), tag)
+        manifest = None
+        if tag:
+            node = core.place.node if core.options.layout == "node-local" else None
+            manifest = listing.read_manifest(core.storage, folder, node)
+        return Committed(manifest, folder) if manifest is not None else None
 
-    def _wants(self, known: Sequence[tuple[int, FileEntry]]) -> tuple[list[str], list[str]]:
+    def _wants(
+        self, known: Sequence[tuple[int, FileEntry]], *, everything: bool = False
+    ) -> tuple[list[str], list[str]]:
         """Verified here: what this rank wrote. Read here perhaps: all but the ZeRO shards of ranks elsewhere."""
         place = self._core.place
+        everything = everything or bool(self.engine.zero_elastic_checkpoint())
         mine = [entry.name for rank, entry in known if rank == place.rank]
         near = [
             entry.name
             for rank, entry in known
-            if rank in place.node_ranks or "zero_pp_rank_" not in os.path.basename(entry.name)
+            if everything or rank in place.node_ranks or "zero_pp_rank_" not in os.path.basename(entry.name)
         ]
         return mine, near
 
@@ -438,22 +377,13 @@ def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
     return call
 
 
-def _placeholders(source: Source, folder: str) -> None:
-    """Empty files under the names DeepSpeed globs for; their bytes come from ``Loading``."""
-    for name in source.candidate.names():
-        path = os.path.join(folder, name)
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        with open(path, "wb"):
-            pass
-
-
 def _refuse_unsupported(engine: Any) -> None:
     """Raise ConfigError, with the reason, for engines whose state cannot be captured inside ``save_checkpoint``."""
     if getattr(engine, "checkpoint_engine", None) is None:
         raise ConfigError("this engine has no checkpoint_engine (ZeRO-3 inference): there is nothing to checkpoint")
     if isinstance(engine.checkpoint_engine, Shim):
         raise ConfigError("this engine is attached already: close() the first attachment before a second attach()")
-    if engine.zero_nvme_offload_optimizer():
+    if getattr(engine.optimizer, "swap_optimizer", False):
         raise ConfigError(
             "optimizer offload to NVMe: DeepSpeed copies those files itself, outside of its checkpoint engine"
         )

@@ -1,0 +1,136 @@
+"""What DeepSpeed sees while it saves and loads: a checkpoint engine that captures files, and one that serves them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ckpt_engine import image
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.errors import CkptError, ConfigError
+from ckpt_engine.plain import read_with
+from ckpt_engine.source import Source
+from ckpt_engine.staging import Blob, Planned
+
+_TOOLS = ("zero_to_fp32.py", "zero_to_torch.py")
+
+
+class Transaction:
+    """What one rank captures while DeepSpeed's save runs: its files, or the error that kept it from it."""
+
+    def __init__(self, core: Checkpointer, folder: str, *, storage: bool) -> None:
+        self.files: dict[str, Planned] = {}
+        self.storage = storage
+        self.error: CkptError | None = None
+        self._core = core
+        self._folder = os.path.realpath(folder)
+
+    def capture(self, state: Any, path: str) -> None:
+        """Plan one file; never raises CkptError: this rank goes on to DeepSpeed's last barrier."""
+        if self.error is not None:
+            return
+        try:
+            name = name_below(self._folder, path)
+            if name.startswith("..") or name in self.files:
+                raise ConfigError(f"DeepSpeed saves {path}: twice, or outside of {self._folder}")
+            self.files[name] = self._core.plan(name, state)
+        except CkptError as error:
+            self.error = error
+
+    def capture_tools(self, scripts: Path) -> None:
+        """DeepSpeed's recovery scripts become files of this shard; a memory save needs none."""
+        for tool in _TOOLS if self.storage else ():
+            if (scripts / tool).is_file():
+                self.files[tool] = Planned(Blob((scripts / tool).read_bytes()), origin="tool")
+
+
+class Loading:
+    """Serves the files of one source under the paths that DeepSpeed asks for."""
+
+    def __init__(self, source: Source, folder: str) -> None:
+        self._source = source
+        self._folder = os.path.realpath(folder)
+        self._names = set(source.candidate.names())
+
+    def serves(self, path: str) -> bool:
+        return name_below(self._folder, path) in self._names
+
+    def load(self, path: str, map_location: Any) -> Any:
+        name = name_below(self._folder, path)
+        return read_with(self._source, name, lambda copy: image.load(copy, map_location=map_location, own=True))
+
+
+class Shim:
+    """DeepSpeed's checkpoint engine from attach to close. Outside of our saves and loads it is the one it replaced.
+
+    ``create`` and ``commit`` get a CheckpointCommitInfo, or a tag before DeepSpeed 0.17: neither is looked at.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.saving: Transaction | None = None
+        self.loading: Loading | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)  # whatever this version of DeepSpeed has beside
+
+    def create(self, info: Any) -> None:
+        if self.saving is None:
+            self.inner.create(info)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        if self.saving is None:
+            self.inner.makedirs(path, exist_ok=exist_ok)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        if self.saving is None:
+            self.inner.save(state_dict, path)  # save_16bit_model and the like: synchronous, as ever
+        else:
+            self.saving.capture(state_dict, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        if self.loading is not None and self.loading.serves(path):
+            return self.loading.load(path, map_location)
+        return self.inner.load(path, map_location=map_location)
+
+    def commit(self, info: Any) -> Any:
+        return True if self.saving is not None else self.inner.commit(info)
+
+    def is_decoupled(self) -> bool:
+        return False  # the decoupled protocol hands ``latest`` to DeepSpeed, which loses it
+
+    def preserves_storage_sharing(self) -> bool:
+        return False  # an image cuts every storage to what is referenced: DeepSpeed need not clone first
+
+
+def name_below(folder: str, path: str) -> str:
+    """``path`` relative to ``folder``, a real path; the file itself may be a link."""
+    parent, base = os.path.split(path)
+    return os.path.normpath(os.path.join(os.path.relpath(os.path.realpath(parent), folder), base))
+
+
+@contextlib.contextmanager
+def placeholders(source: Source, folder: str, *, filled: bool) -> Iterator[None]:
+    """Make ``folder`` look like the checkpoint of ``source``: a ``latest``, and files to find by globbing.
+
+    They are empty, since ``Loading`` serves their bytes; ``filled`` ones can be read by anybody in this process.
+    """
+    descriptors: list[int] = []
+    tag = source.candidate.attempt.tag
+    try:
+        for name in dict.fromkeys(source.candidate.names()):
+            path = Path(folder, tag, name)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if filled:
+                descriptors.append(source.fetch(name))
+                path.symlink_to(f"/proc/self/fd/{descriptors[-1]}")
+            else:
+                path.touch()
+        Path(folder, "latest").write_text(tag)
+        yield
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
