@@ -241,7 +241,7 @@ class Link:
                     spawn.unlock()
 
     def _spawn_if_free(self, deadline: Deadline) -> None:
-        """Returns when the new saver holds its lock, so that no other rank starts one too. REQUIRES: spawn.lock is held."""
+        """Returns when the saver has its lock, so that no other rank starts one too. REQUIRES: spawn.lock is held."""
         with self._mutex:
             running = self._child is not None and self._child.poll() is None
         if running or locks.holder(self.names.saver_lock) is not None:
