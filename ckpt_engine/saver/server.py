@@ -40,11 +40,15 @@ class Peer:
     page: RankPage
     alive: bool
     dead_since: Deadline | None = None
+    saved: bool = False
 
     @property
     def died(self) -> bool:
-        """Gone without a goodbye (invariant 14)."""
-        return not self.alive and not self.page.goodbye
+        """Gone without a goodbye (invariant 14).
+
+        A goodbye speaks for what this life ``saved``: one that only read has no say over what the dead before it left.
+        """
+        return not self.alive and not (self.page.goodbye and self.saved)
 
 
 class Server:
@@ -184,9 +188,12 @@ class Server:
             page = self._rank_page(local_rank)
             peer = self.peers.setdefault(local_rank, Peer(page, alive))
             peer.page, peer.alive = page, alive
-            peer.dead_since = None if not peer.died else peer.dead_since or Deadline(self.options.linger_s)
         for local_rank in self.peers.keys() - known.keys():
             del self.peers[local_rank]
+        saved = any(peer.page.entered > (0, 0) for peer in self.peers.values())
+        for peer in self.peers.values():
+            peer.saved = saved
+            peer.dead_since = None if not peer.died else peer.dead_since or Deadline(self.options.linger_s)
         self.headers = tuple(found[1] for slot in self.slots.values() if (found := slot.snapshot()))
         self._live_runs = frozenset(peer.page.run for peer in self.peers.values() if not peer.died)
 
@@ -260,7 +267,8 @@ class Server:
                     continue
                 page, order = gone.page, header.attempt.order
                 refused = page.entered == order and page.outcome == "failed"
-                if gone.died or (page.run == header.attempt.run and (refused or page.entered > order)):
+                went_on = page.generation > order[0] or (page.run == header.attempt.run and page.entered > order)
+                if gone.died or went_on or (page.run == header.attempt.run and refused):
                     how = "died" if gone.died else f"failed ({page.reason})" if refused else "went on"
                     reason = f"rank {rank} {how} without its part of {header.attempt.tag}"[:500]
                     self.committer.failed(header, Failure(rank=rank, reason=reason))
