@@ -75,7 +75,7 @@ def _install() -> None:
         plain = getattr(posix.PosixStorage, verb)
 
         def faulty(self: Any, path: str, *rest: Any, _plain: Any = plain, _verb: str = verb, **more: Any) -> Any:
-            _before(_verb, path, more.get("direct", False))
+            _before(_verb, " ".join([path, *(one for one in rest if isinstance(one, str))]), more.get("direct", False))
             return _plain(self, path, *rest, **more)
 
         setattr(posix.PosixStorage, verb, functools.wraps(plain)(faulty))

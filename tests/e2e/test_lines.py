@@ -38,6 +38,7 @@ def test_the_newest_of_the_new_line_wins_though_the_old_one_has_a_higher_step(la
     found = team.restore()
     assert (found["step"], found["line"]) == (51, "B")
     team.leave()
+    lab.clear()
 
 
 def test_a_persist_of_the_abandoned_line_that_is_under_way_is_cancelled(lab: Lab) -> None:
@@ -71,6 +72,7 @@ def test_to_evaluate_an_old_checkpoint_moves_nothing(lab: Lab) -> None:
     team = Team(lab, "ab").open()
     assert team.restore()["step"] == 65
     team.leave()
+    lab.clear()
 
 
 def test_the_goodbye_of_an_evaluation_does_not_drop_what_the_dead_left_in_memory(lab: Lab) -> None:
@@ -88,6 +90,7 @@ def test_the_goodbye_of_an_evaluation_does_not_drop_what_the_dead_left_in_memory
     team = Team(lab, "ab").open()
     assert team.restore()["step"] == 65
     team.leave()
+    lab.clear()
 
 
 @pytest.mark.parametrize(
