@@ -5,6 +5,7 @@ CKPT_ENGINE_FAULT   "span[@rank]:phase:nth:action", several separated by ";". nt
 CKPT_ENGINE_ONCE    a file that only one process gets to make: the others let the fault pass (a restarted saver).
 CKPT_ENGINE_TRACE   a file to which every event is added as a line of JSON, with the monotonic time.
 CKPT_ENGINE_NOTIFY  "drop" loses every third message of this process, "twice" sends each one twice.
+CKPT_ENGINE_ARCHIVE "root:directory": links to every published file are kept there, whatever retention removes.
 CKPT_ENGINE_PRETEND the version a saver says it is.
 """
 
@@ -49,6 +50,14 @@ def obey(event: Event) -> None:
         )
         with open(path, "a") as file:
             file.write(line + "\n")
+    if "CKPT_ENGINE_ARCHIVE" in os.environ and (event.name, event.phase) == ("publish", "complete"):
+        root, _, archive = os.environ["CKPT_ENGINE_ARCHIVE"].partition(":")
+        tag = f"global_step{event.facts['step']}"
+        if os.path.exists(f"{root}/{tag}/MANIFEST.json"):
+            os.makedirs(f"{archive}/{tag}", exist_ok=True)
+            for name in os.listdir(f"{root}/{tag}"):
+                if name.endswith(".pt"):
+                    os.link(f"{root}/{tag}/{name}", f"{archive}/{tag}/{name}")
     for order in filter(None, os.environ.get("CKPT_ENGINE_FAULT", "").split(";")):
         where, phase, nth, action = order.split(":")
         name, _, rank = where.partition("@")
