@@ -173,6 +173,10 @@ def test_a_directory_removed_under_the_saver_is_cancelled_and_never_made_again(p
     gone(lambda: commit.write_receipt(disk, root, Receipt.of([record])))
     gone(lambda: commit.seal_external(disk, root, A, "x"))
     gone(lambda: commit._write_manifest(disk, root, commit.Manifest.of([Receipt.of([record])]), None))
+    commit.make_tag_dir(disk, root, "one")  # the directory alone is not enough: the files are gone
+    with pytest.raises(Cancelled):
+        commit._write_manifest(disk, root, commit.Manifest.of([Receipt.of([record])]), None)
+    assert disk.list_dir(f"{root}/one") == ()
 
 
 def test_a_re_save_keeps_external_files_and_clears_every_other_old_name(place: tuple[Any, str]) -> None:
@@ -198,6 +202,77 @@ def test_a_re_save_keeps_external_files_and_clears_every_other_old_name(place: t
     assert "old" not in [entry.name for entry in disk.list_dir(f"{root}/best")]
     [one] = listing.list_committed(disk, root).committed
     assert listing.verify(disk, one) == ()
+
+
+def test_a_re_save_that_died_before_its_manifest_is_finished_by_the_next_try(place: tuple[Any, str]) -> None:
+    disk, root = place
+    first, second = attempt_of(1, "best"), attempt_of(2, "best")
+    write_node(disk, root, first, {0: ("x.pt", "old.pt"), 1: ()})
+    publish(disk, root, first)
+    write_node(disk, root, second, {0: ("x.pt",), 1: ()})
+
+    def die(verb: str, args: tuple[Any, ...]) -> None:
+        if verb == "rename" and args[1].endswith("MANIFEST.json"):
+            raise refuse("rename", args[1], errno.EIO)
+
+    with pytest.raises(StorageError):
+        publish(Watched(disk, die), root, second)
+    assert settle.roll_forward(disk, root, "best") == ()
+    recover(disk, root)
+    [one] = listing.list_committed(disk, root).committed
+    assert one.manifest.attempt == first and listing.verify(disk, one) == ()
+    assert set(plain(disk, f"{root}/best")) == {"x.pt", "old.pt"}
+    assert isinstance(publish(disk, root, second), commit.Published)
+    assert plain(disk, f"{root}/best") == {"x.pt": content(second, "x.pt")}
+
+
+def test_a_roll_forward_between_tombstone_and_manifest_leaves_the_tombstone_for_the_re_save() -> None:
+    disk = ModelDisk()
+    for seq in (1, 2):  # from the second on, the current manifest reads from its attempt's directory
+        write_node(disk, "/root", attempt_of(seq, "best"), {0: ("x.pt", "old.pt"), 1: ()})
+        publish(disk, "/root", attempt_of(seq, "best"))
+    third = attempt_of(3, "best")
+    write_node(disk, "/root", third, {0: ("x.pt",), 1: ()})
+
+    def meanwhile(verb: str, args: tuple[Any, ...]) -> None:
+        if verb == "rename" and args[1].endswith("MANIFEST.json"):
+            assert settle.roll_forward(disk, "/root", "best") == ()
+            assert disk.size(commit.attempt_path("/root", attempt_of(2, "best"), "x.pt")) is not None
+
+    assert isinstance(publish(Watched(disk, meanwhile), "/root", third), commit.Published)
+    assert plain(disk, "/root/best") == {"x.pt": content(third, "x.pt")}
+
+
+def test_a_save_over_a_plain_checkpoint_of_somebody_else_replaces_equal_names_and_leaves_the_others() -> None:
+    disk = ModelDisk()
+    commit.make_tag_dir(disk, "/root", "one")
+    for name in ("x.pt", "theirs.pt"):
+        disk.write_new(f"/root/one/{name}", b"stock")
+    write_node(disk, "/root", A, {0: ("x.pt",), 1: ()})
+    publish(disk, "/root", A)
+    assert plain(disk, "/root/one") == {"x.pt": content(A, "x.pt"), "theirs.pt": b"stock"}
+
+
+def test_the_directories_above_an_attempt_are_durable_before_its_first_file() -> None:
+    disk = ModelDisk()
+    disk.make_dir("/root")
+    disk.sync_dir("/")
+    disk.make_dir("/root/one")  # by a rank, which has no time to sync
+    commit.make_attempt_dir(disk, "/root", A, ["a/b/x.pt"])
+    assert disk.crash(lambda states: 0).now == disk.now
+
+
+def test_latest_follows_a_checkpoint_that_is_committed_while_it_is_written() -> None:
+    disk = ModelDisk()
+    for attempt in (A, B):
+        write_node(disk, "/root", attempt, {0: ("x.pt",), 1: ()})
+
+    def meanwhile(verb: str, args: tuple[Any, ...]) -> None:
+        if verb == "rename" and args[1].endswith("latest") and disk.size("/root/two/MANIFEST.json") is None:
+            publish(disk, "/root", B)
+
+    publish(Watched(disk, meanwhile), "/root", A)
+    assert disk.read_small("/root/latest", 99) == b"two"
 
 
 def test_trouble_after_the_manifest_is_told_and_mended_and_the_checkpoint_counts(place: tuple[Any, str]) -> None:

@@ -179,16 +179,16 @@ def test_kill_during_recovery_is_recovered_from(scenario: Callable[[Any, str, Sa
             break
 
 
-def two_savers(seq: int, tag: str, said: Said) -> list[Callable[[Any], None]]:
-    """Two nodes with a rank each; both publish as soon as they can, and retain."""
-    attempt = attempt_of(seq, tag)
+def savers(count: int, tag: str, said: Said) -> list[Callable[[Any], None]]:
+    """Nodes with a rank each; all publish as soon as they can, and retain."""
+    attempt = attempt_of(2, tag)
 
     def node(index: int) -> Callable[[Any], None]:
         def job(storage: Any) -> None:
-            write_node(storage, "/root", attempt, {index: FILES[index]}, node=index, nodes=2)
+            write_node(storage, "/root", attempt, {index: FILES.get(index, ())}, world=count, node=index, nodes=count)
             while True:
                 try:
-                    outcome = publish(storage, "/root", attempt, nodes=2)
+                    outcome = publish(storage, "/root", attempt, world=count, nodes=count)
                 except Cancelled:
                     pytest.fail("cancelled though nobody removed the directory")
                 if isinstance(outcome, commit.Published):
@@ -200,27 +200,27 @@ def two_savers(seq: int, tag: str, said: Said) -> list[Callable[[Any], None]]:
 
         return job
 
-    return [node(0), node(1)]
+    return [node(index) for index in range(count)]
 
 
-@pytest.mark.parametrize("tag", ["global_step20", "global_step10"], ids=["first save", "re-save"])
-def test_two_savers_that_publish_at_once_lose_nothing_whenever_they_die(tag: str) -> None:
-    for seed in range(60):
+@pytest.mark.parametrize(("count", "tag"), [(2, "global_step20"), (3, "global_step10")], ids=["first save", "re-save"])
+def test_savers_that_publish_at_once_lose_nothing_whenever_they_die(count: int, tag: str) -> None:
+    for seed in range(100):
         draw = random.Random(seed)
         disk = ModelDisk()
         said = prepare(disk, "/root")
-        take_turns(disk, two_savers(2, tag, said), draw, kill_at=draw.randrange(40, 200))
-        for choose in (lambda count: count - 1, draw.randrange, draw.randrange):
+        take_turns(disk, savers(count, tag, said), draw, kill_at=draw.randrange(60, 130 * count))
+        for choose in (lambda states: states - 1, draw.randrange):
             left = disk.crash(choose)
             check(left, "/root", said)
             check_recovered(left, "/root", said)
 
 
-def test_two_savers_end_with_every_file_under_its_plain_name() -> None:
-    for seed, tag in itertools.product(range(30), ["global_step20", "global_step10"]):
+def test_savers_that_publish_at_once_end_with_every_file_under_its_plain_name() -> None:
+    for seed, (count, tag) in itertools.product(range(40), [(2, "global_step20"), (3, "global_step10")]):
         disk = ModelDisk()
         said = prepare(disk, "/root")
-        take_turns(disk, two_savers(2, tag, said), random.Random(seed))
+        take_turns(disk, savers(count, tag, said), random.Random(seed))
         check(disk, "/root", said)
         newest = listing.list_committed(disk, "/root").committed[0]
         assert newest.manifest.attempt == attempt_of(2, tag)

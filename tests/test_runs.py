@@ -152,6 +152,12 @@ def test_a_run_without_a_claim_never_takes_every_checkpoint_off_the_line(
     assert not written or line & written
 
 
+def test_the_line_passes_through_a_run_without_a_claim_and_still_leaves_out_what_a_claimed_one_abandoned() -> None:
+    claims = [claim_of(1, None, run_of(1)), claim_of(2, at(1, 3), run_of(2)), claim_of(4, at(3, 5), run_of(4))]
+    assert on_line(claims, 4) == ancestors([*claims[:2], claim_of(3, at(2, 5), run_of(3)), claims[2]])
+    assert on_line(claims[2:], 4) == {(g, s) for g in (1, 2, 3, 4) for s in range(6)}  # no claim tells
+
+
 def test_an_attempt_of_the_newest_run_or_of_one_without_a_claim_yet_is_on_the_line() -> None:
     claims = [claim_of(2, at(1, 3), run_of(2)), claim_of(1, None, run_of(1))]
     assert runs.on_the_line(at(2, 9), claims) and runs.on_the_line(at(3, 0), claims) and runs.on_the_line(at(1, 3), [])

@@ -144,6 +144,18 @@ def test_a_checkpoint_saved_again_while_it_is_removed_loses_no_file(root: str) -
         assert newest(fresh).order == (1, 3)
 
 
+def test_a_removal_stops_at_a_new_manifest_and_leaves_the_new_names(root: str) -> None:
+    again, victim = attempt_of(3, "tag2"), newest(root)
+
+    def meanwhile(verb: str, args: tuple[Any, ...]) -> None:
+        if verb == "size" and args[0].endswith("MANIFEST.json") and not os.path.exists(args[0]):
+            save(root, again)
+
+    assert not sweep.remove_checkpoint(Watched(disk, meanwhile), victim).done
+    assert newest(root).manifest.attempt == again
+    assert all(os.path.exists(f"{root}/tag2/{name}") for name in ("x.pt", "sub/y.pt", "z.pt"))
+
+
 def test_external_files_go_with_their_checkpoint_and_tools_never(root: str) -> None:
     commit.make_tag_dir(disk, root, "tag3")
     Path(root, "tag3", "config.json").touch()
