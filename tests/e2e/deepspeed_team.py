@@ -9,10 +9,12 @@ rank only, so that equal losses, to the last bit, mean equal state.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import inspect
 import itertools
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from harness import Lab, Process, kill
@@ -86,6 +88,10 @@ class Team:
         self.ok("build", name=name, **how)
         self.ok("attach", **(options or {}))
         return self
+
+    def run(self, scene: Callable[..., Any], **how: Any) -> list[dict[str, Any]]:
+        """``ok`` of a function of the test's own: every rank calls ``scene(member, …)``."""
+        return self.ok("run", module=inspect.getfile(scene), scene=scene.__name__, how=how)
 
     def commit(self, step: int, **how: Any) -> list[dict[str, Any]]:
         """A storage save, and its commit."""
@@ -161,6 +167,14 @@ class Member:
         self.handles: dict[int, Any] = {}
         self.name = ""
         self.loaded: dict[str, Any] = {}
+
+    def run(self, module: str, scene: str, how: dict[str, Any]) -> Any:
+        spec = importlib.util.spec_from_file_location("scenes", module)
+        if spec is None or spec.loader is None:
+            raise ImportError(module)
+        scenes = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(scenes)
+        return getattr(scenes, scene)(self, **how)
 
     # -- engine ------------------------------------------------------------------------------------------------------
 
@@ -271,9 +285,13 @@ class Member:
             "tag": report.tag,
             "unmanaged": report.unmanaged,
             "skipped": len(report.skipped),
+            "verified": report.verified_bytes > 0,
             "client": sorted(report.client_state),
             "steps": self.engine.global_steps,
         }
+
+    def wait(self) -> dict[str, Any]:
+        return {"steps": [published.step for published in self.ckpt.wait(30.0)]}
 
     def close(self) -> None:
         self.ckpt.close()
