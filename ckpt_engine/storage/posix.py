@@ -39,7 +39,7 @@ class PosixStorage(Storage):
         count = memoryview(source).nbytes - offset if nbytes < 0 else nbytes
         counter, position = progress or (None, 0)
         with _translated("write", path, need_bytes=count):
-            return _C.write_file(
+            written = _C.write_file(
                 path,
                 source,
                 offset=offset,
@@ -48,6 +48,9 @@ class PosixStorage(Storage):
                 progress=counter,
                 progress_offset=position,
             )
+            if bytes(memoryview(source)[offset : offset + min(2, count)]) == b"#!":  # DeepSpeed's recovery scripts
+                os.chmod(path, os.stat(path).st_mode | stat.S_IXUSR)
+            return written
 
     def rename(self, source: str, target: str) -> None:
         with _translated("rename", target):
