@@ -43,7 +43,8 @@ class Buffers:
         self._link = link
         self._options = options
         self._local_world = local_world
-        self._all: dict[SegmentName, Slot] = {}
+        self._own: dict[SegmentName, Slot] = {}
+        self._theirs: dict[SegmentName, Slot] = {}  # mapped only while it matters: mapped memory is not free memory
         self._pages: dict[int, Page] = {}
         self._populating: dict[SegmentName, _C.Populate] = {}
         self._short: Deadline | None = None  # since when there is too little memory for a slot
@@ -54,21 +55,23 @@ class Buffers:
     def node_slots(self) -> list[Slot]:
         """Every slot of this engine on this node, dead ranks' ones included."""
         names = self._link.names.segments()
-        for name, slot in self._all.items():
-            if slot.unlinked():
-                self._stop_populating(name)
-                if name.local_rank == self._link.local_rank:
-                    log.warning("slot %s was unlinked by someone (logind's RemoveIPC?): its snapshot is lost", name)
-        open_all(names, self._all)
-        return list(self._all.values())
+        open_all([name for name in names if name.local_rank != self._link.local_rank], self._theirs)
+        return [*self._own_slots(names), *self._theirs.values()]
 
     def mine(self) -> list[Slot]:
         """My slots, the newest edition of each; retired ones left out."""
         newest: dict[int, Slot] = {}
-        for slot in sorted(self.node_slots(), key=lambda found: found.name):
-            if slot.name.local_rank == self._link.local_rank and not slot.flags() & RETIRED:
+        for slot in sorted(self._own_slots(self._link.names.segments()), key=lambda found: found.name):
+            if not slot.flags() & RETIRED:
                 newest[slot.name.slot] = slot
         return list(newest.values())
+
+    def _own_slots(self, names: list[SegmentName]) -> list[Slot]:
+        for name in [name for name, slot in self._own.items() if slot.unlinked()]:
+            self._stop_populating(name)
+            if not self._own[name].flags() & RETIRED:
+                log.warning("slot %s was unlinked by someone (logind's RemoveIPC?): its snapshot is lost", name)
+        return list(open_all([name for name in names if name.local_rank == self._link.local_rank], self._own).values())
 
     def kept(self) -> Order | None:
         """The newest attempt complete on this node (invariant 12)."""
@@ -157,7 +160,7 @@ class Buffers:
         editions = [n.edition for n in names.segments() if n.local_rank == self._link.local_rank and n.slot == index]
         name = names.segment(self._link.local_rank, index, max(editions, default=0) + 1)
         slot = Slot.create(name, int(need_bytes * budget.GROWTH) + shm.PAGE)
-        self._all[name] = slot
+        self._own[name] = slot
         self._populating[name] = _C.Populate(slot.memory, offset=DATA_OFFSET)
         return slot
 
@@ -166,7 +169,7 @@ class Buffers:
         self._stop_populating(slot.name)
         slot.set_flags(RETIRED)
         slot.change("rank", slot.word(), State.FREE)
-        self._all.pop(slot.name).close()  # memory is free only when nobody maps it
+        self._own.pop(slot.name).close()
         self._link.wake("joined")
 
     def _stop_populating(self, name: SegmentName) -> None:
@@ -175,9 +178,9 @@ class Buffers:
             thread.stop()
 
     def _let_go_of_peers(self) -> None:
-        """Nobody's memory stays occupied because we still map it."""
-        for name in [name for name in self._all if name.local_rank != self._link.local_rank]:
-            self._all.pop(name).close()
+        for slot in self._theirs.values():
+            slot.close()
+        self._theirs.clear()
 
     def _room_for(self, need_bytes: int) -> bool:
         """True if a larger edition fits now, False if retired ones may still make room. Raises ShmFull."""
@@ -277,11 +280,12 @@ class Buffers:
     def close(self) -> None:
         for name in list(self._populating):
             self._stop_populating(name)
-        for slot in self._all.values():
+        self._let_go_of_peers()
+        for slot in self._own.values():
             slot.close()
         for page in self._pages.values():
             page.close()
-        self._all.clear()
+        self._own.clear()
         self._pages.clear()
 
 
