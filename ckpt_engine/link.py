@@ -49,6 +49,7 @@ class Link:
         self.options = options
         self._own = locks.lock_file(names.rank_lock(local_rank))
         self._mutex = threading.RLock()  # guards the fields below; nobody waits for a message while holding it
+        self._ear = threading.Lock()  # held by the thread that listens
         self._child: _Child | None = None
         self._page: Page | None = None
         self._saver_page: Page | None = None
@@ -181,12 +182,18 @@ class Link:
             box.send(Wake(reason, self.local_rank, digest))
 
     def listen(self, timeout_s: float) -> None:
-        """Wait for a message to this rank, at most ``timeout_s`` (≤ 1 s); what it says does not matter."""
+        """Wait for a message to this rank, at most ``timeout_s`` (≤ 1 s); what it says does not matter.
+
+        A message is for one receiver: of several threads one listens, the others look every 50 ms.
+        """
         box = self._notify
-        if box is None:
+        if box is None or not self._ear.acquire(blocking=False):
             pause(min(timeout_s, LOOK_S))
-        else:
+            return
+        try:
             box.receive(timeout_s)
+        finally:
+            self._ear.release()
 
     def wait(
         self, condition: Callable[[], bool], deadline: Deadline, every_s: Callable[[], float] = lambda: 1.0

@@ -1,4 +1,4 @@
-"""What the machine refuses: shared memory, queues, another user's objects. An error that names the limit, or a way round."""
+"""What the machine refuses, shared memory, queues, what others own: an error that names the limit, or a way round."""
 
 from __future__ import annotations
 
