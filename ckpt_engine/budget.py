@@ -91,7 +91,7 @@ def _reclaimable(path: Path) -> int:
 def _cgroups(root: Path, proc: Path) -> list[Room]:
     """Free memory of every level of cgroup v2 and of the v1 memory controller."""
     rooms: list[Room] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         for line in (proc / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":

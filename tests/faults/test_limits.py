@@ -105,6 +105,64 @@ def test_growth_beyond_every_limit_is_an_error_and_a_smaller_state_works_again(l
     end(lab, space)
 
 
+def in_a_cgroup(me: Any, folder: str) -> None:
+    """Live in a memory cgroup of 160 MiB; the states themselves are pages never touched, which cost nothing."""
+    import mmap
+
+    import torch
+
+    from ckpt_engine.errors import ShmFull
+
+    def untouched(mib: int) -> Any:
+        pages = mmap.mmap(-1, mib << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+    limit = "memory.limit_in_bytes" if Path(folder, "memory.limit_in_bytes").exists() else "memory.max"
+    Path(folder, limit).write_text(str(160 << 20))
+    Path(folder, "cgroup.procs").write_text(str(os.getpid()))
+    with me.engine() as engine:
+        engine.save_to_memory(1, {"a": untouched(64)})
+        try:
+            engine.save_to_memory(2, {"a": untouched(300)})
+        except ShmFull as error:
+            me.say("full", limit=error.limit, need=error.need_bytes)
+        engine.save_to_storage(3, {"a": untouched(64)}).result(30)
+        me.say("saved")
+
+
+def test_a_memory_cgroup_is_an_error_that_names_it_and_never_an_oom_kill(lab: Lab) -> None:
+    folder = _new_cgroup(lab.dir.name)
+    try:
+        rank = lab.rank(in_a_cgroup, str(folder))
+        said = rank.expect("full")
+        assert str(folder) in said["limit"] and said["need"] > 300 << 20
+        rank.expect("saved")
+        assert "going on with one slot per rank" in rank.log.read_text()
+        rank.end()
+        until(lambda: not lab.savers(), 10)
+    finally:
+        lab.clear()
+        until(lambda: not (folder / "cgroup.procs").read_text(), 5)
+        folder.rmdir()
+
+
+def _new_cgroup(name: str) -> Path:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        base = Path("/sys/fs/cgroup/memory" if "memory" in controllers.split(",") else "/sys/fs/cgroup")
+        if controllers and base.name != "memory":
+            continue
+        folder = Path(f"{base}{path}", name)
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        if (folder / "memory.max").exists() or (folder / "memory.limit_in_bytes").exists():
+            return folder
+        folder.rmdir()
+    pytest.skip("no memory cgroup can be made here")
+
+
 def no_queues(me: Any, options: dict[str, Any]) -> None:
     """RLIMIT_MSGQUEUE of 0: no queue for this user (root may ignore it, so be another)."""
     resource.setrlimit(resource.RLIMIT_MSGQUEUE, (0, 0))
