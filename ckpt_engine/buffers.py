@@ -292,5 +292,6 @@ class Buffers:
 def seal(slot: Slot, header: Header) -> None:
     """FILLING → READY: complete, checksummed, immutable; a snapshot from now on."""
     slot.put_header(header)
-    if not slot.change("rank", slot.word(), State.READY, header.attempt):
+    word = slot.word()
+    if word.state is not State.FILLING or not slot.change("rank", word, State.READY, header.attempt):
         raise StagingError(f"slot {slot.name} was taken away while it was filled")
