@@ -17,7 +17,10 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from harness import Lab, Process, kill
+from harness import Lab, Process
+
+from ckpt_engine import listing
+from ckpt_engine.storage.posix import PosixStorage
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -108,8 +111,13 @@ class Team:
 
     def leave(self) -> None:
         """Everybody closes and goes."""
-        self.ok("close")
+        self.close()
         self.end()
+
+    def close(self) -> None:
+        """Say goodbye, after one more snapshot: that of a mere reader keeps for a while what the dead have left."""
+        self.ok("save", step=10_000)
+        self.ok("close")
 
     def end(self) -> None:
         for rank in range(len(self.ranks)):
@@ -118,11 +126,12 @@ class Team:
             process.end()
 
 
-def end_savers(lab: Lab) -> None:
-    """The node forgets: what is in shared memory is lost, as after a power cut; files stay."""
-    for pid in lab.savers():
-        kill(pid)
-    lab.clear()
+def committed(root: str) -> dict[str, int]:
+    """Tag → step of every committed checkpoint; all of them verify."""
+    storage = PosixStorage()
+    found = listing.list_committed(storage, root)
+    assert not found.damaged and not any(listing.verify(storage, one) for one in found.committed)
+    return {os.path.basename(one.commit_dir): one.manifest.attempt.step for one in found.committed}
 
 
 # -- the rank's side -------------------------------------------------------------------------------------------------

@@ -11,19 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed_team import Member, Team
+from deepspeed_team import Member, Team, committed
 from harness import Lab
-
-from ckpt_engine import listing
-from ckpt_engine.storage.posix import PosixStorage
-
-
-def committed(root: str) -> dict[str, int]:
-    """Tag → step of every committed checkpoint; all of them verify."""
-    storage = PosixStorage()
-    found = listing.list_committed(storage, root)
-    assert not found.damaged and not any(listing.verify(storage, one) for one in found.committed)
-    return {os.path.basename(one.commit_dir): one.manifest.attempt.step for one in found.committed}
 
 
 def latest(root: str) -> str:
