@@ -40,17 +40,18 @@ _ports = itertools.count(30000)
 
 
 class Team:
-    """One life of a job. ``stock``: ``import ckpt_engine`` fails there."""
+    """One life of a job. ``stock``: ``import ckpt_engine`` fails there. ``alone``: each rank is on its own node."""
 
-    def __init__(self, lab: Lab, world: int = 2, *, stock: bool = False, env: dict[str, str] | None = None) -> None:
+    def __init__(self, lab: Lab, world: int = 2, *, stock: bool = False, alone: bool = False) -> None:
         self.lab = lab
         lab._groups += 1
         group = str(lab.dir / f"group-{lab._groups}")
         self.ranks: list[Process] = []
         for rank in range(world):
             # DeepSpeed wants these; who meets whom is settled by the group's file.
-            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": next(_ports)}
-            here = {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in numbers.items()}, **(env or {})}
+            local_rank = 0 if alone else rank
+            numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world, "MASTER_PORT": next(_ports)}
+            here = {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in numbers.items()}}
             process = lab.rank(member, stock, rank=rank, world=world, group=group, env=here, preload=PRELOAD)
             self.ranks.append(process)
 
