@@ -206,6 +206,24 @@ class Dying(Watched):
             self.changes.append((verb, args))
 
 
+class Script(random.Random):
+    """A draw for ``take_turns`` that lets each thread in turn do a number of operations, then the rest in order."""
+
+    def __init__(self, *turns: tuple[int, int]) -> None:
+        super().__init__(0)
+        self.order = [index for index, count in turns for _ in range(count)]
+
+    def random(self) -> float:
+        return 1.0
+
+    def choice(self, among: Any) -> Any:
+        while self.order:
+            index = self.order.pop(0)
+            if index in among:
+                return index
+        return among[0]
+
+
 def take_turns(disk: Any, jobs: list[Callable[[Any], None]], draw: random.Random, kill_at: int = -1) -> int:
     """Run ``jobs`` in threads, one operation of one of them at a time, in an order drawn from ``draw``: sometimes
     turn about, sometimes one far ahead of the others.
@@ -238,7 +256,7 @@ def take_turns(disk: Any, jobs: list[Callable[[Any], None]], draw: random.Random
     for thread in threads:
         thread.start()
         moved.acquire()
-    count, index, stay = 0, 0, draw.choice([0.0, 0.5, 0.9, 0.97])
+    count, index, stay = 0, 0, draw.choice([0.0, 0.5, 0.9, 0.97]) if type(draw) is random.Random else 0.0
     while alive:
         killed = killed or count == kill_at
         if index not in alive or draw.random() >= stay:

@@ -241,6 +241,7 @@ def test_a_roll_forward_between_tombstone_and_manifest_leaves_the_tombstone_for_
 
     assert isinstance(publish(Watched(disk, meanwhile), "/root", third), commit.Published)
     assert plain(disk, "/root/best") == {"x.pt": content(third, "x.pt")}
+    assert disk.list_dir(commit.attempt_path("/root", attempt_of(2, "best"))) == (), "old bytes still take room"
 
 
 def test_a_save_over_a_plain_checkpoint_of_somebody_else_replaces_equal_names_and_leaves_the_others() -> None:

@@ -14,6 +14,8 @@ from disk_model import (
     Dying,
     Killed,
     ModelDisk,
+    Script,
+    Watched,
     attempt_of,
     authors,
     claim_of,
@@ -205,7 +207,7 @@ def savers(count: int, tag: str, said: Said) -> list[Callable[[Any], None]]:
 
 @pytest.mark.parametrize(("count", "tag"), [(2, "global_step20"), (3, "global_step10")], ids=["first save", "re-save"])
 def test_savers_that_publish_at_once_lose_nothing_whenever_they_die(count: int, tag: str) -> None:
-    for seed in range(100):
+    for seed in range(40):
         draw = random.Random(seed)
         disk = ModelDisk()
         said = prepare(disk, "/root")
@@ -216,8 +218,51 @@ def test_savers_that_publish_at_once_lose_nothing_whenever_they_die(count: int, 
             check_recovered(left, "/root", said)
 
 
+def publishers(tag: str) -> tuple[ModelDisk, Said, Callable[[Any], None]]:
+    """A disk on which ``tag`` only waits for its manifest, and a saver that publishes it."""
+    disk = ModelDisk()
+    said = prepare(disk, "/root")
+    attempt = attempt_of(2, tag)
+    write_node(disk, "/root", attempt, {0: ("x.pt", "mp_rank_00_model_states.pt"), 1: ()})
+    disk.sync_dir("/root")
+
+    def publisher(storage: Any) -> None:
+        assert isinstance(publish(storage, "/root", attempt), commit.Published)
+
+    return disk, said, publisher
+
+
+def test_a_publisher_that_overtakes_another_syncs_its_links_before_it_drops_the_first_names() -> None:
+    alone: list[str] = []
+    disk, _, publisher = publishers("global_step20")
+    publisher(Watched(disk, lambda verb, args: alone.append(verb)))
+    link = alone.index("link")
+    manifest = alone.index("write_new")
+    for at in range(link - manifest + 4):
+        disk, said, publisher = publishers("global_step20")
+
+        def overtaking(storage: Any, publisher: Callable[[Any], None] = publisher) -> None:
+            publisher(storage)
+            for _ in range(150):  # it stays on stage until the power is cut
+                storage.free_bytes("/")
+
+        # Both decide to publish; the second comes between the links of the first and their sync.
+        order = Script((1, manifest), (0, link), (1, at), (0, 2), (1, 150))
+        take_turns(disk, [publisher, overtaking], order, kill_at=manifest + link + at + 2 + 140)
+        for seed in range(6):
+            check(disk.crash(random.Random(seed).randrange), "/root", said)
+
+
+def test_a_publisher_that_was_overtaken_while_it_clears_old_names_removes_the_last_name_of_no_file() -> None:
+    for at in range(8, 50):  # after 8 operations a saver has its tombstone and is about to write its manifest
+        disk, said, publisher = publishers("global_step10")
+        take_turns(disk, [publisher] * 3, Script((0, 8), (2, 8), (1, at), (2, 500), (0, 500)))
+        check(disk, "/root", said)
+        check_recovered(disk, "/root", said)
+
+
 def test_savers_that_publish_at_once_end_with_every_file_under_its_plain_name() -> None:
-    for seed, (count, tag) in itertools.product(range(40), [(2, "global_step20"), (3, "global_step10")]):
+    for seed, (count, tag) in itertools.product(range(25), [(2, "global_step20"), (3, "global_step10")]):
         disk = ModelDisk()
         said = prepare(disk, "/root")
         take_turns(disk, savers(count, tag, said), random.Random(seed))
