@@ -17,7 +17,7 @@ from ckpt_engine.events import log
 from ckpt_engine.link import Link
 from ckpt_engine.names import SegmentName
 from ckpt_engine.slots import CANCEL, DATA_OFFSET, RETIRED, Header, Slot, open_all
-from ckpt_engine.states import LEASED, SNAPSHOT, Order, State, newest_common, victim
+from ckpt_engine.states import LEASED, Order, State, Told, hopeless, newest_common, victim
 from ckpt_engine.waits import Deadline
 
 _PEER_LOOK_S = 0.01
@@ -245,16 +245,15 @@ class Buffers:
 
     def _hopeless(self, order: Order) -> bool:
         """True if ``order`` can no longer become common to the node."""
-        views = [slot.view() for slot in self.node_slots()]
-        for local_rank in set(range(self._local_world)) - {self._link.local_rank}:
-            if any(v.local_rank == local_rank and v.order == order and v.state in SNAPSHOT for v in views):
-                continue
-            page = self._peer(local_rank)
-            if not self._alive(local_rank) or page is None:
-                return True
-            if page.entered > order or (page.entered == order and page.outcome == "failed"):
-                return True
-        return False
+        others = set(range(self._local_world)) - {self._link.local_rank}
+        told = {local_rank: self._told(local_rank) for local_rank in others}  # before the slots: see ``hopeless``
+        return hopeless(order, (slot.view() for slot in self.node_slots()), told)
+
+    def _told(self, local_rank: int) -> Told:
+        page = self._peer(local_rank)
+        if page is None:
+            return Told(alive=False)
+        return Told(self._alive(local_rank), page.entered, page.outcome == "failed")
 
     def _what_blocks(self) -> str:
         for slot in sorted(self.mine(), key=lambda found: found.view().order or (0, 0)):

@@ -323,9 +323,7 @@ class Checkpointer:
             log.warning("cannot tell which snapshots were abandoned, those in the saver's hands stay: %s", error)
 
         def unwanted(header: Header, state: State) -> bool:
-            if header.attempt == self.claim.resumed_from or header.claim.run == self.claim.run:
-                return False
-            return state not in LEASED or not runs.on_the_line(header.attempt, known)
+            return runs.left_behind(header.attempt, self.claim, known, leased=state in LEASED)
 
         self.buffers.drop(unwanted)
 

@@ -87,6 +87,16 @@ def on_the_line(attempt: Attempt, runs: Iterable[RunClaim]) -> bool:
     )
 
 
+def left_behind(attempt: Attempt, claim: RunClaim, known: Iterable[RunClaim], *, leased: bool) -> bool:
+    """May the run of ``claim`` give up this snapshot before its first save (invariant 9)? Pure.
+
+    What it resumed from stays; what is ``leased`` to the saver, queued or being written, stays on the line.
+    """
+    if attempt == claim.resumed_from or attempt.run == claim.run:
+        return False
+    return not leased or not on_the_line(attempt, known)
+
+
 def write_offer(storage: Storage, root: str, offer: Offer) -> None:
     """Tell the other savers what this node holds complete. After a crash: the old offer or this one."""
     write_durably(storage, os.path.join(root, disk_names.offer(offer.generation, offer.node)), offer.to_bytes())

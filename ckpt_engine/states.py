@@ -17,8 +17,8 @@ beside the state only defeats ABA. Identity is always the whole attempt.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ckpt_engine.errors import CkptError
 
@@ -114,6 +114,43 @@ def newest_common(views: Iterable[SlotView], local_ranks: Collection[int]) -> Or
             held[view.local_rank].add(view.order)
     common = set.intersection(*held.values()) if held else set()
     return max(common, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the lock and the control page of a local rank say; ``failed`` is about the attempt it ``entered``."""
+
+    alive: bool
+    entered: Order = (0, 0)
+    failed: bool = False
+
+
+def hopeless(order: Order, views: Iterable[SlotView], peers: Mapping[int, Told]) -> bool:
+    """True if some of ``peers`` neither holds ``order`` nor can still seal it: it never becomes common.
+
+    REQUIRES: ``peers`` was read before ``views``, or a peer that seals and goes on in between looks as if it had
+    gone on without.
+    """
+    holders = {view.local_rank for view in views if view.order == order and view.state in SNAPSHOT}
+    return any(
+        not told.alive or told.entered > order or (told.entered == order and told.failed)
+        for local_rank, told in peers.items()
+        if local_rank not in holders
+    )
+
+
+def tended(word: Word, *, handed: Word | None, dead: int | None) -> State | None:
+    """What the saver makes of a slot it finds like this, if anything.
+
+    ``handed``: the word with which this saver gave the slot to its writer; a PERSISTING slot of another word was a
+    dead saver's. ``dead``: the incarnation of its rank, read before the rank was seen to be dead; None: it lives. A
+    fill of a later life is not touched.
+    """
+    if word.state is State.FILLING and dead is not None and (dead - word.incarnation) & 0xFFFFFF < 1 << 23:
+        return State.FREE
+    if word.state is State.PERSISTING and handed != replace(word, state=State.QUEUED):
+        return State.QUEUED
+    return None
 
 
 def victim(mine: Sequence[SlotView], kept: Order | None, hopeless: Callable[[Order], bool]) -> SlotView | None:

@@ -8,22 +8,19 @@ writes the receipt of its next attempt only after this one has an outcome, so no
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from ckpt_engine import commit, disk_names, errors, listing, retention, runs, sweep
+from ckpt_engine import commit, listing, runs
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.control import Outcome
 from ckpt_engine.errors import Cancelled, CkptError, CommitTimeout, PersistError, StaleRun, StorageError
 from ckpt_engine.events import log, span
-from ckpt_engine.manifest import Attempt, Committed, Failure, Receipt, RunClaim, ShardRecord
-from ckpt_engine.record import MAX_RECORD_BYTES
+from ckpt_engine.manifest import Attempt, Failure, Receipt, ShardRecord
+from ckpt_engine.saver.ledger import Ledger
+from ckpt_engine.saver.outcomes import failure_of, node_of, outcome_from, outcome_of, parent_of
 from ckpt_engine.slots import Header
-from ckpt_engine.states import Order
 from ckpt_engine.storage.base import Storage
 from ckpt_engine.waits import Deadline
 
@@ -81,8 +78,7 @@ class Committer(threading.Thread):
         self._pending: dict[Attempt, Pending] = {}
         self._done: dict[Attempt, str] = {}
         self._claimed: set[str] = set()
-        self._leases = runs.LeaseWatch()
-        self._ages = Ages()
+        self.ledger = Ledger(storage, options, held)
         self._questions: list[Callable[[], bool]] = []
         self.recovered = threading.Event()
         self._patience = Deadline(options.retry_s)
@@ -260,7 +256,7 @@ class Committer(threading.Thread):
 
     def _publish(self, pending: Pending) -> Outcome | None:
         header, attempt = pending.header, pending.attempt
-        known = self.runs(header.root)
+        known = self.ledger.runs(header.root)
         foreign = parent_of(header) != header.root  # another directory has no line of its own
         with span("publish", step=attempt.step, attempt=attempt.id) as facts:
             result = commit.try_publish(
@@ -276,7 +272,10 @@ class Committer(threading.Thread):
         if isinstance(result, commit.Published):
             if result.trouble is not None:
                 log.warning("%s is committed; its plain names or latest are not done: %s", attempt.id, result.trouble)
-            self._retain(header)
+            if self._live_run(attempt.run):  # commits for the dead remove nothing
+                with self._mutex:
+                    waiting = frozenset(self._pending)
+                self.ledger.retain(header, waiting, lambda other: not self.status(other))
             return Outcome(attempt.order, attempt.run, "committed")
         if isinstance(result, commit.Failed):
             return outcome_from(result.failure, header)
@@ -301,61 +300,6 @@ class Committer(threading.Thread):
         except CkptError as error:
             log.warning("no failure receipt for %s: %s", header.attempt.id, error)
         return outcome_from(failure, header)
-
-    def _retain(self, header: Header) -> None:
-        """Retention and sweep after ``latest``; not for a dead run, not in another's directory; never fatal."""
-        if parent_of(header) != header.root or not self._live_run(header.attempt.run):
-            return
-        storage, root = self._storage, header.root
-        try:
-            committed = self.committed(root, node_of(header))
-            if not committed or committed[0].manifest.attempt != header.attempt:
-                return
-            live = frozenset(held.attempt for held in self._held()) | frozenset(self._pending)
-            read = self._leases.tags(storage, root, time.monotonic())
-            protected = {
-                attempt.tag for attempt in live if attempt != header.attempt and not self.status(attempt)
-            } | read
-            policy = retention.Retention(keep_last=header.keep_last)
-            with span("retention", committed=len(committed), keep_last=header.keep_last) as facts:
-                victims = (
-                    ()
-                    if "" in read
-                    else retention.victims(
-                        committed,
-                        policy,
-                        root_id=header.attempt.root_id,
-                        protected=protected,
-                        confirmed=header.confirmed,
-                    )
-                )
-                for old in victims:
-                    sweep.remove_checkpoint(storage, old)
-                facts["removed"] = len(victims)
-            sweep.sweep(
-                storage,
-                root,
-                node=header.node,
-                live=[attempt.id for attempt in live],
-                sweep_after_s=self._options.sweep_after_s,
-                age_of=self._ages.of,
-            )
-        except CkptError as error:
-            log.warning("retention after %s: %s; the next commit tries again", header.attempt.id, error)
-
-    def runs(self, root: str) -> tuple[RunClaim, ...]:
-        """All runs known: claims in the root and claims in slot headers."""
-        claims = {claim.run: claim for claim in runs.read_runs(self._storage, root)}
-        claims |= {header.claim.run: header.claim for header in self._held()}
-        return tuple(claims.values())
-
-    def committed(self, root: str, node: int | None) -> list[Committed]:
-        """Committed checkpoints of ``root`` (of ``node``, where node-local), newest first."""
-        return [one for one in listing.list_committed(self._storage, root).committed if one.manifest.node == node]
-
-    def newest_committed(self, root: str, node: int | None) -> Order:
-        found = self.committed(root, node)
-        return found[0].order if found else (0, 0)
 
     def reopen(self, header: Header) -> None:
         """Another try at an attempt that failed here: what is durable of it counts again."""
@@ -382,7 +326,7 @@ class Committer(threading.Thread):
     def _recover(self, headers: Iterable[Header]) -> bool:
         by_place = {(parent_of(header), header.node, header.attempt.run): header for header in headers}
         for (root, _, run), header in by_place.items():
-            for record in self._unpublished(root, run):
+            for record in self.ledger.unpublished(root, run):
                 if record.rank in header.node_ranks and record.node == header.node:
                     place = commit.commit_dir(root, record.attempt.tag)
                     like = replace(
@@ -390,91 +334,3 @@ class Committer(threading.Thread):
                     )
                     self.durable(like, record)
         return True
-
-    def _unpublished(self, root: str, run: str) -> Iterator[ShardRecord]:
-        """Shard records of ``run`` that lie in attempt directories without a manifest."""
-        for folder in listing.tag_dirs(self._storage, root):
-            for entry in self._storage.list_dir(folder):
-                name = disk_names.parse_attempt_dir(entry.name)
-                if name is None or name.run != run:
-                    continue
-                manifest = listing.read_manifest(self._storage, folder, name.node)
-                if manifest is not None and manifest.attempt.order >= name.order:
-                    continue
-                for path in self._storage.list_dir(f"{folder}/{entry.name}"):
-                    if disk_names.is_record(path.name) and path.name.startswith(".shard-"):
-                        with contextlib.suppress(CkptError):
-                            full = f"{folder}/{entry.name}/{path.name}"
-                            yield ShardRecord.from_bytes(self._storage.read_small(full, MAX_RECORD_BYTES) or b"", full)
-
-
-class Ages:
-    """How long nothing was seen to change at a path, on this observer's monotonic clock; not by others' clocks."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[int, float]] = {}
-
-    def of(self, path: str) -> float:
-        now = time.monotonic()
-        try:
-            mark = os.stat(path).st_mtime_ns
-        except OSError:
-            return 0.0
-        known, since = self._seen.get(path, (mark, now))
-        if known != mark:
-            since = now
-        self._seen[path] = (mark, since)
-        return now - since
-
-
-def node_of(header: Header) -> int | None:
-    """The node whose own manifest commits this shard; None on a shared root."""
-    return header.node if header.layout == "node-local" else None
-
-
-def parent_of(header: Header) -> str:
-    """The directory that holds the commit directory and ``latest``."""
-    return header.commit_dir.rsplit("/", 1)[0] or "/"
-
-
-def failure_of(error: Exception, rank: int) -> Failure:
-    """What a receipt says about ``error``."""
-    return Failure(
-        rank=rank,
-        reason=f"{type(error).__name__}: {error}"[:500],
-        op=getattr(error, "op", ""),
-        path=str(getattr(error, "path", "")),
-        errno=getattr(error, "errno", 0) or 0,
-        need_bytes=getattr(error, "need_bytes", 0),
-        free_bytes=getattr(error, "free_bytes", 0),
-    )
-
-
-def outcome_from(failure: Failure, header: Header) -> Outcome:
-    kind, _, reason = failure.reason.partition(": ")
-    known = isinstance(getattr(errors, kind, None), type)
-    return Outcome(
-        header.attempt.order,
-        header.attempt.run,
-        "failed",
-        kind=kind if known else "AttemptFailed",
-        rank=failure.rank,
-        reason=(reason if known else failure.reason)[:300],
-        op=failure.op,
-        path=failure.path[-200:],
-        errno=failure.errno,
-        need_bytes=failure.need_bytes,
-        free_bytes=failure.free_bytes,
-    )
-
-
-def outcome_of(error: CkptError, header: Header, status: str = "failed") -> Outcome:
-    missing = getattr(error, "missing_ranks", ())
-    return Outcome(
-        header.attempt.order,
-        header.attempt.run,
-        status,
-        kind=type(error).__name__,
-        reason=str(error)[:300],
-        missing=tuple(missing[:64]),
-    )

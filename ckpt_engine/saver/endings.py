@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 from ckpt_engine import runs, shm
 from ckpt_engine.errors import CkptError
 from ckpt_engine.events import log, span
-from ckpt_engine.manifest import Attempt, Offer
-from ckpt_engine.saver.committer import node_of
+from ckpt_engine.manifest import Attempt, Offer, RunClaim
+from ckpt_engine.saver.outcomes import node_of
 from ckpt_engine.slots import Header, Slot
 from ckpt_engine.states import LEASED, Order, State
 from ckpt_engine.waits import Deadline
 
 if TYPE_CHECKING:
+    from ckpt_engine.saver.peers import Peer
     from ckpt_engine.saver.server import Server
 
 
@@ -43,7 +44,7 @@ class Endings:
         server = self._server
         for attempt in [self._chosen.pop(0) for _ in range(len(self._chosen))]:
             server.queue_breakpoint(attempt)
-        if not (terminating or self._deaths_call()):
+        if not (terminating or deaths_call(server.peers.values(), server.options.grace_s)):
             return
         complete = complete_here(server.headers)
         if not complete:
@@ -56,15 +57,6 @@ class Endings:
         question = Breakpoint(self, server, complete)
         server.committer.ask(question.answered)
 
-    def _deaths_call(self) -> bool:
-        peers = self._server.peers.values()
-        dead = [peer for peer in peers if peer.died]
-        if not dead or not any(peer.alive for peer in peers):
-            return bool(dead)
-        newest = max(peer.page.generation for peer in peers)
-        first = [peer.dead_since for peer in dead if peer.page.generation == newest and peer.dead_since]
-        return any(since.elapsed() >= self._server.options.grace_s for since in first)
-
     def choose(self, attempts: Iterable[Attempt]) -> None:
         """Called in the committing thread: these are to be persisted."""
         self._chosen.extend(attempts)
@@ -75,7 +67,7 @@ class Endings:
     def may_retire(self) -> bool:
         """True if no rank lives and nothing here is worth waiting for."""
         server = self._server
-        if any(peer.alive for peer in server.peers.values()) or not self.settled or self._chosen:
+        if server.peers.any_alive or not self.settled or self._chosen:
             return False
         if not server.peers and not self._born.expired():
             return False  # just started: the rank that wants us is on its way
@@ -103,12 +95,12 @@ class Endings:
 
     def _is_worth(self, header: Header) -> bool:
         """True unless it is committed, superseded, or of a root that is no more. Asks the disk."""
-        committer, attempt = self._server.committer, header.attempt
+        ledger, attempt = self._server.committer.ledger, header.attempt
         try:
             if runs.root_id(self._server.storage, header.root) not in (attempt.root_id, None):
                 return False
-            newest = committer.newest_committed(header.root, node_of(header))
-            return attempt.order > newest and runs.on_the_line(attempt, committer.runs(header.root))
+            newest = ledger.newest_committed(header.root, node_of(header))
+            return attempt.order > newest and runs.on_the_line(attempt, ledger.runs(header.root))
         except CkptError as error:
             log.warning("is %s committed? %s", attempt.id, error)
             return True
@@ -148,8 +140,25 @@ class Endings:
             return False
         if found[0].state is State.FAILED:
             return True
-        died = any(peer.died for peer in self._server.peers.values())
+        died = self._server.peers.any_died
         return died and any(found[1].attempt == header.attempt for header in complete_here(self._server.headers))
+
+
+def deaths_call(peers: Iterable[Peer], grace_s: float) -> bool:
+    """True if the dead want their snapshots on disk: all are dead, or one of the newest run is for ``grace_s``."""
+    peers = list(peers)
+    dead = [peer for peer in peers if peer.died]
+    if not dead or not any(peer.alive for peer in peers):
+        return bool(dead)
+    newest = max(peer.page.generation for peer in peers)
+    first = [peer.dead_since for peer in dead if peer.page.generation == newest and peer.dead_since]
+    return any(since.elapsed() >= grace_s for since in first)
+
+
+def worth_saving(complete: Iterable[Header], newest: Order, known: Iterable[RunClaim]) -> list[Attempt]:
+    """The attempts of ``complete`` that are newer than the ``newest`` committed one and on the line."""
+    known = list(known)
+    return [h.attempt for h in complete if h.attempt.order > newest and runs.on_the_line(h.attempt, known)]
 
 
 def complete_here(headers: Iterable[Header]) -> list[Header]:
@@ -187,14 +196,14 @@ class Breakpoint:
 
     def _decide(self) -> list[Attempt] | None:
         """Attempts to persist, oldest last; None: look again."""
-        committer, first = self._server.committer, self._complete[0]
+        ledger, first = self._server.committer.ledger, self._complete[0]
         storage = self._server.storage
         if runs.root_id(storage, first.root) != first.attempt.root_id:
             log.warning("%s is not the root these snapshots were made for: nothing is persisted there", first.root)
             return []
-        known = committer.runs(first.root)
-        newest = committer.newest_committed(first.root, node_of(first))
-        usable = [h.attempt for h in self._complete if h.attempt.order > newest and runs.on_the_line(h.attempt, known)]
+        known = ledger.runs(first.root)
+        newest = ledger.newest_committed(first.root, node_of(first))
+        usable = worth_saving(self._complete, newest, known)
         with span("breakpoint", held=len(usable), newest=newest):
             if first.nodes == 1 or node_of(first) is not None:
                 return usable[:1]

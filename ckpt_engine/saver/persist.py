@@ -20,7 +20,8 @@ from ckpt_engine.errors import Cancelled, CkptError, StorageError
 from ckpt_engine.events import log, span
 from ckpt_engine.manifest import ShardRecord
 from ckpt_engine.messages import Message, Released
-from ckpt_engine.saver.committer import Committer, failure_of, node_of, parent_of
+from ckpt_engine.saver.committer import Committer
+from ckpt_engine.saver.outcomes import failure_of, node_of, parent_of
 from ckpt_engine.slots import BREAKPOINT, CANCEL, DATA_OFFSET, Header, Slot
 from ckpt_engine.states import State, Word
 from ckpt_engine.storage.base import Storage, write_range

@@ -10,45 +10,28 @@ import os
 import shutil
 import signal
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType
 
 from ckpt_engine import locks, messages, shm
 from ckpt_engine.config import SaverOptions
-from ckpt_engine.control import Outcome, Page, RankPage, SaverPage
-from ckpt_engine.errors import ConfigError, SaverUnavailable
+from ckpt_engine.control import Outcome, Page, SaverPage
 from ckpt_engine.events import log
 from ckpt_engine.link import PROTOCOL, make_run_dir
 from ckpt_engine.manifest import Attempt, Failure
 from ckpt_engine.messages import Ended, Mailbox, Message, Wake
 from ckpt_engine.names import Names, SegmentName
 from ckpt_engine.saver import endings
-from ckpt_engine.saver.committer import Committer, outcome_from
+from ckpt_engine.saver.committer import Committer
+from ckpt_engine.saver.outcomes import outcome_from
+from ckpt_engine.saver.peers import Peers
 from ckpt_engine.saver.persist import Job, Writer
 from ckpt_engine.slots import BREAKPOINT, RETIRED, Header, Slot, open_all
-from ckpt_engine.states import Order, State, Word
+from ckpt_engine.states import Order, State, Word, tended
 from ckpt_engine.storage.posix import PosixStorage
 from ckpt_engine.waits import SLICE_S, Deadline
 
 RING = 64
-
-
-@dataclass(slots=True)
-class Peer:
-    """One local rank as this loop sees it."""
-
-    page: RankPage
-    alive: bool
-    dead_since: Deadline | None = None
-    saved: bool = False
-
-    @property
-    def died(self) -> bool:
-        """Gone without a goodbye (invariant 14).
-
-        A goodbye speaks for what this life ``saved``: one that only read has no say over what the dead before it left.
-        """
-        return not self.alive and not (self.page.goodbye and self.saved)
 
 
 class Server:
@@ -60,17 +43,15 @@ class Server:
         self.options = options
         self.stay = stay
         self.slots: dict[SegmentName, Slot] = {}
-        self.peers: dict[int, Peer] = {}
+        self.peers = Peers(names, options.linger_s)
         self.storage = PosixStorage()
-        self._pages: dict[int, Page] = {}
         self._boxes: dict[str, Mailbox] = {}
         self._record = SaverPage()
         self._page: Page | None = None
-        self._mutex = threading.Lock()  # guards the four above: all threads tell
+        self._mutex = threading.Lock()  # guards the three above: all threads tell
         self._handed: dict[SegmentName, Word] = {}
         self._reported: set[tuple[str, Order, int]] = set()
         self.headers: tuple[Header, ...] = ()  # of every snapshot here, replaced as a whole: all threads read it
-        self._live_runs: frozenset[str] = frozenset()
         self._watched: tuple[Job, int, Deadline] | None = None
         self._term: Deadline | None = None
         self.committer = Committer(
@@ -78,7 +59,7 @@ class Server:
             options,
             root=root,
             ended=self._on_outcome,
-            live_run=lambda run: run in self._live_runs,
+            live_run=lambda run: run in self.peers.live_runs,
             held=lambda: self.headers,
             answered=self.wake,
         )
@@ -144,7 +125,7 @@ class Server:
         if self._page is not None and self._page.asked_to_leave(self._record.epoch) and self.writer.current is None:
             return True  # another version takes over; it finds everything in the headers
         if self._term is not None:
-            quiet = idle and self.ending.settled and not any(peer.alive for peer in self.peers.values())
+            quiet = idle and self.ending.settled and not self.peers.any_alive
             return quiet or self._term.expired()
         return not self.stay and idle and self.ending.may_retire() and self._retire()
 
@@ -155,7 +136,7 @@ class Server:
             return False
         try:
             self._look()
-            if any(peer.alive for peer in self.peers.values()):
+            if self.peers.any_alive:
                 return False
             left = self.ending.unlink_slots()
             self._say(ready=False, leaving=True)
@@ -182,32 +163,8 @@ class Server:
 
     def _look(self) -> None:
         open_all(self.names.segments(), self.slots)
-        known = self.names.rank_locks()
-        for local_rank, path in known.items():
-            alive = locks.holder(path) is not None
-            page = self._rank_page(local_rank)
-            peer = self.peers.setdefault(local_rank, Peer(page, alive))
-            peer.page, peer.alive = page, alive
-        for local_rank in self.peers.keys() - known.keys():
-            del self.peers[local_rank]
-        saved = any(peer.page.entered > (0, 0) for peer in self.peers.values())
-        for peer in self.peers.values():
-            peer.saved = saved
-            peer.dead_since = None if not peer.died else peer.dead_since or Deadline(self.options.linger_s)
+        self.peers.look()
         self.headers = tuple(found[1] for slot in self.slots.values() if (found := slot.snapshot()))
-        self._live_runs = frozenset(peer.page.run for peer in self.peers.values() if not peer.died)
-
-    def _rank_page(self, local_rank: int) -> RankPage:
-        page = self._pages.get(local_rank)
-        if page is None or page.unlinked():
-            try:
-                page = Page.find(self.names.rank_control(local_rank))
-            except ConfigError as error:
-                log.warning("%s", error)
-            if page is None:
-                return RankPage()
-            self._pages[local_rank] = page
-        return page.read(RankPage) or RankPage()
 
     # -- tending -------------------------------------------------------------------------------------------------
 
@@ -218,10 +175,10 @@ class Server:
             self.slots.pop(slot.name).close()  # first, so that the memory is free when the name is gone
             shm.unlink(str(slot.name))
             return
-        if word.state is State.FILLING and peer is not None and not peer.alive:
-            slot.change("saver", word, State.FREE)
-        elif word.state is State.PERSISTING and self._handed.get(slot.name) != replace(word, state=State.QUEUED):
-            slot.change("saver", word, State.QUEUED)  # its saver died; we hold the lock, so nobody writes it
+        dead = None if peer is None or peer.alive else peer.page.incarnation
+        state = tended(word, handed=self._handed.get(slot.name), dead=dead)
+        if state is not None:
+            slot.change("saver", word, state)
         self._submit(slot)
 
     def _submit(self, slot: Slot) -> None:
@@ -248,9 +205,8 @@ class Server:
         """Ranks that failed, skipped or died tell so through their control pages; the committer writes it down."""
         for local_rank, peer in self.peers.items():
             page = peer.page
-            failed = page.outcome == "failed" or (page.outcome == "filling" and peer.died)
             key = (page.run, page.entered, local_rank)
-            if not page.label or not failed or key in self._reported:
+            if not page.label or not peer.failed or key in self._reported:
                 continue
             self._reported.add(key)
             header = Header.unpack(page.label)
@@ -263,13 +219,7 @@ class Server:
                 gone = self.peers.get(header.node_ranks.index(rank))
                 if rank in held:
                     self.committer.keep_waiting(header.attempt)
-                if rank in held or gone is None:
-                    continue
-                page, order = gone.page, header.attempt.order
-                refused = page.entered == order and page.outcome == "failed"
-                went_on = page.generation > order[0] or (page.run == header.attempt.run and page.entered > order)
-                if gone.died or went_on or (page.run == header.attempt.run and refused):
-                    how = "died" if gone.died else f"failed ({page.reason})" if refused else "went on"
+                elif gone is not None and (how := gone.without(header.attempt)):
                     reason = f"rank {rank} {how} without its part of {header.attempt.tag}"[:500]
                     self.committer.failed(header, Failure(rank=rank, reason=reason))
 
@@ -277,6 +227,7 @@ class Server:
         """A write that does not move for ``stall_s`` is a failed attempt; its slot stays leased until it returns."""
         job = self.writer.current
         if job is None:
+            self._watched = None
             return
         now = job.slot.progress()
         if self._watched is None or self._watched[0] is not job or self._watched[1] != now:
@@ -324,13 +275,11 @@ class Server:
                 self._page.write(self._record)
 
     def _stay_registered(self) -> None:
-        """If somebody emptied /dev/shm under us (logind's RemoveIPC, an administrator), be there again.
-
-        Raises SaverUnavailable if another saver took our place: two must not write.
-        """
+        """If somebody emptied /dev/shm under us (logind's RemoveIPC, an administrator), be there again."""
         make_run_dir(self.names.run_dir)
         if not locks.lock_file(self.names.saver_lock).keep():
-            raise SaverUnavailable(f"{self.names.saver_lock} was removed, and another saver took our place")
+            log.critical("%s was removed, and another saver took our place: two must not write", self.names.saver_lock)
+            os._exit(3)  # at once; to be killed does no harm
         if self._page is not None and self._page.unlinked():
             log.warning("%s was unlinked by someone (logind's RemoveIPC?): made anew", self.names.run_dir)
             self._page.close()

@@ -33,10 +33,13 @@ def test_a_leaf_that_one_rank_cannot_save_fails_the_attempt_on_all_ranks_by_name
 
 
 def test_a_rank_whose_buffers_stay_busy_is_told_and_so_are_the_others(lab: Lab) -> None:
-    env = faults("persist@1:started:1:delay=3", once=str(lab.dir / "once"))
+    trail = lab.dir / "trace"
+    env = faults("persist@1:started:1:delay=2", trace=str(trail))
     ranks = ready(lab.ranks(obeys, {"slots": 1, "wait_s": 0.5}, world=2, env=env))
-    all_do(ranks, "storage", step=1)
-    until(lambda: do(ranks[0], "memory", step=2)["error"] == "", 10)
+    for number, phase in ((0, "complete"), (1, "started")):
+        do(ranks[number], "storage", step=1)
+        until(lambda: ("persist", number, phase) in {(e["span"], e.get("rank"), e["phase"]) for e in trace(trail)}, 10)  # noqa: B023
+    assert do(ranks[0], "memory", step=2)["error"] == ""
     said = do(ranks[1], "storage", step=2)
     assert said["error"] == "BufferBusy" and said["rank"] == 1 and "PERSISTING" in said["attempt"], said
     assert [end["error"] for end in all_do(ranks, "result", step=1)] == ["", ""]

@@ -168,6 +168,7 @@ def test_an_exception_is_not_a_goodbye(lab: Lab) -> None:
     (again,) = ready([lab.rank(obeys)])
     found = do(again, "restore")
     assert (found["step"], found["source"]) == (5, "memory")
+    do(again, "memory", step=6)  # a goodbye of one who only read would not speak for the dead
     leave([again])
 
 
@@ -178,6 +179,7 @@ def test_the_end_of_the_interpreter_is_not_a_goodbye(lab: Lab) -> None:
     rank.end()
     (again,) = ready([lab.rank(obeys)])
     assert do(again, "restore")["step"] == 5
+    do(again, "memory", step=6)
     leave([again])
 
 

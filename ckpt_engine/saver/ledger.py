@@ -1,0 +1,116 @@
+"""What the disk tells a saver, runs, commits and leftovers, and what may go from it after a commit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+
+from ckpt_engine import disk_names, listing, retention, runs, sweep
+from ckpt_engine.config import SaverOptions
+from ckpt_engine.errors import CkptError
+from ckpt_engine.events import log, span
+from ckpt_engine.manifest import Attempt, Committed, RunClaim, ShardRecord
+from ckpt_engine.record import MAX_RECORD_BYTES
+from ckpt_engine.saver.outcomes import node_of, parent_of
+from ckpt_engine.slots import Header
+from ckpt_engine.states import Order
+from ckpt_engine.storage.base import Storage
+
+
+class Ledger:
+    """Asked in the committing thread only: every question goes to the disk."""
+
+    def __init__(self, storage: Storage, options: SaverOptions, held: Callable[[], tuple[Header, ...]]) -> None:
+        self._storage = storage
+        self._options = options
+        self._held = held
+        self._leases = runs.LeaseWatch()
+        self._ages = Ages()
+
+    def runs(self, root: str) -> tuple[RunClaim, ...]:
+        """All runs known: claims in the root and claims in slot headers."""
+        claims = {claim.run: claim for claim in runs.read_runs(self._storage, root)}
+        claims |= {header.claim.run: header.claim for header in self._held()}
+        return tuple(claims.values())
+
+    def committed(self, root: str, node: int | None) -> list[Committed]:
+        """Committed checkpoints of ``root`` (of ``node``, where node-local), newest first."""
+        return [one for one in listing.list_committed(self._storage, root).committed if one.manifest.node == node]
+
+    def newest_committed(self, root: str, node: int | None) -> Order:
+        found = self.committed(root, node)
+        return found[0].order if found else (0, 0)
+
+    def unpublished(self, root: str, run: str) -> Iterator[ShardRecord]:
+        """Shard records of ``run`` that lie in attempt directories without a manifest."""
+        for folder in listing.tag_dirs(self._storage, root):
+            for entry in self._storage.list_dir(folder):
+                name = disk_names.parse_attempt_dir(entry.name)
+                if name is None or name.run != run:
+                    continue
+                manifest = listing.read_manifest(self._storage, folder, name.node)
+                if manifest is not None and manifest.attempt.order >= name.order:
+                    continue
+                for path in self._storage.list_dir(f"{folder}/{entry.name}"):
+                    if disk_names.is_record(path.name) and path.name.startswith(".shard-"):
+                        with contextlib.suppress(CkptError):
+                            full = f"{folder}/{entry.name}/{path.name}"
+                            yield ShardRecord.from_bytes(self._storage.read_small(full, MAX_RECORD_BYTES) or b"", full)
+
+    def retain(self, header: Header, waiting: Collection[Attempt], open_: Callable[[Attempt], bool]) -> None:
+        """Retention and sweep after ``latest``; not in another's directory; never fatal.
+
+        ``waiting``: attempts without an outcome; ``open_`` tells that of one that a slot holds.
+        """
+        if parent_of(header) != header.root:
+            return
+        storage, root = self._storage, header.root
+        try:
+            committed = self.committed(root, node_of(header))
+            if not committed or committed[0].manifest.attempt != header.attempt:
+                return
+            live = frozenset(held.attempt for held in self._held()).union(waiting)
+            read = self._leases.tags(storage, root, time.monotonic())
+            busy = {attempt.tag for attempt in live if attempt != header.attempt and open_(attempt)}
+            with span("retention", committed=len(committed), keep_last=header.keep_last) as facts:
+                victims = retention.victims(
+                    committed if "" not in read else (),
+                    retention.Retention(keep_last=header.keep_last),
+                    root_id=header.attempt.root_id,
+                    protected=busy | read,
+                    confirmed=header.confirmed,
+                )
+                for old in victims:
+                    sweep.remove_checkpoint(storage, old)
+                facts["removed"] = len(victims)
+            sweep.sweep(
+                storage,
+                root,
+                node=header.node,
+                live=[attempt.id for attempt in live],
+                sweep_after_s=self._options.sweep_after_s,
+                age_of=self._ages.of,
+            )
+        except CkptError as error:
+            log.warning("retention after %s: %s; the next commit tries again", header.attempt.id, error)
+
+
+class Ages:
+    """How long nothing was seen to change at a path, on this observer's monotonic clock; not by others' clocks."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def of(self, path: str) -> float:
+        now = time.monotonic()
+        try:
+            mark = os.stat(path).st_mtime_ns
+        except OSError:
+            return 0.0
+        known, since = self._seen.get(path, (mark, now))
+        if known != mark:
+            since = now
+        self._seen[path] = (mark, since)
+        return now - since

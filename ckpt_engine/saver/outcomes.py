@@ -1,0 +1,62 @@
+"""What a saver says about an attempt and its end: header → places, error → failure record → outcome."""
+
+from __future__ import annotations
+
+from ckpt_engine import errors
+from ckpt_engine.control import Outcome
+from ckpt_engine.errors import CkptError
+from ckpt_engine.manifest import Failure
+from ckpt_engine.slots import Header
+
+
+def node_of(header: Header) -> int | None:
+    """The node whose own manifest commits this shard; None on a shared root."""
+    return header.node if header.layout == "node-local" else None
+
+
+def parent_of(header: Header) -> str:
+    """The directory that holds the commit directory and ``latest``."""
+    return header.commit_dir.rsplit("/", 1)[0] or "/"
+
+
+def failure_of(error: Exception, rank: int) -> Failure:
+    """What a receipt says about ``error``."""
+    return Failure(
+        rank=rank,
+        reason=f"{type(error).__name__}: {error}"[:500],
+        op=getattr(error, "op", ""),
+        path=str(getattr(error, "path", "")),
+        errno=getattr(error, "errno", 0) or 0,
+        need_bytes=getattr(error, "need_bytes", 0),
+        free_bytes=getattr(error, "free_bytes", 0),
+    )
+
+
+def outcome_from(failure: Failure, header: Header) -> Outcome:
+    kind, _, reason = failure.reason.partition(": ")
+    known = isinstance(getattr(errors, kind, None), type)
+    return Outcome(
+        header.attempt.order,
+        header.attempt.run,
+        "failed",
+        kind=kind if known else "AttemptFailed",
+        rank=failure.rank,
+        reason=(reason if known else failure.reason)[:300],
+        op=failure.op,
+        path=failure.path[-200:],
+        errno=failure.errno,
+        need_bytes=failure.need_bytes,
+        free_bytes=failure.free_bytes,
+    )
+
+
+def outcome_of(error: CkptError, header: Header, status: str = "failed") -> Outcome:
+    missing = getattr(error, "missing_ranks", ())
+    return Outcome(
+        header.attempt.order,
+        header.attempt.run,
+        status,
+        kind=type(error).__name__,
+        reason=str(error)[:300],
+        missing=tuple(missing[:64]),
+    )
