@@ -2,13 +2,15 @@
 
 The map of the house (imports go down only)::
 
-    5  cli                 integrations/deepspeed         |  saver/__main__
-    4  plain               checkpointer  handles          |  saver/{server,endings}
-    3      restore  buffers  staging  link  group         |  saver/{persist,committer}
-    2   image     slots    messages  budget   commit  runs  sweep  storage/{base,posix}
-    1   names     config   errors  events  waits  locks  states  control  manifest  retention
-    0   _C  (csrc)
+    5  cli  integrations/{deepspeed,deepspeed_shim}               |  saver/__main__
+    4  plain  checkpointer  handles                               |  saver/{server,endings}
+    3  restore  source  agreement  group  buffers  staging  link  |  saver/{persist,committer,ledger,outcomes,peers}
+    2  image  pt_pickle  pt_zip  slots  messages  budget
+       commit  settle  sweep  listing  runs  reading  storage/{base,posix}
+    1  names  disk_names  config  errors  events  waits  locks  shm  states  control  record  manifest  retention
+    0  _C  (csrc)
 
+The trainer's stair is on the left, the saver's on the right of the bar; they meet on the floors below.
 Importing this package loads neither torch nor deepspeed; the names below are loaded when first used.
 """
 

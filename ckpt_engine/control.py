@@ -16,14 +16,19 @@ import contextlib
 import struct
 import threading
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import msgpack
 
-from ckpt_engine import _C, shm
+from ckpt_engine import _C, __version__, shm
 from ckpt_engine.errors import CkptError
+from ckpt_engine.record import require
 from ckpt_engine.states import Order
+
+PROTOCOL = f"{__version__}/1"
+"""Ranks and saver must agree on this text; it changes with the layout of slots, pages or messages."""
 
 _MAGIC = b"CKPTPAGE"
 _NBYTES = 65536
@@ -93,12 +98,33 @@ def _without_defaults(record: Any) -> dict[str, Any]:
     return {spec.name: value for spec, value in values if value != spec.default}
 
 
-def _revive(kind: type[Any], values: dict[str, Any]) -> Any:
+def _revive(kind: type[Any], values: Any) -> Any:
+    """Raises ValueError, TypeError for values that no writer of ours gives."""
     known = {spec.name for spec in fields(kind)}
+    require(type(values) is dict, "not a record")
     clean = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in known}
     if kind is SaverPage:
         clean["outcomes"] = tuple(_revive(Outcome, item) for item in clean.get("outcomes", ()))
-    return kind(**clean)
+    record = kind(**clean)
+    for spec in fields(kind):
+        require(_SOUND[spec.type](getattr(record, spec.name)), f"{spec.name} is not {spec.type}")
+    return record
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and abs(value) < 2**63
+
+
+_SOUND: dict[Any, Callable[[Any], bool]] = {
+    "int": _is_number,
+    "str": lambda value: type(value) is str,
+    "bool": lambda value: type(value) is bool,
+    "bytes": lambda value: type(value) is bytes,
+    "Order": lambda value: type(value) is tuple and len(value) == 2 and all(map(_is_number, value)),
+    "tuple[int, ...]": lambda value: type(value) is tuple and all(map(_is_number, value)),
+    "tuple[Outcome, ...]": lambda value: type(value) is tuple,  # made by _revive
+}
+"""What fits a field, by its annotation."""
 
 
 class Page:
@@ -137,7 +163,7 @@ class Page:
         if len(data) > _COPY - _HEAD.size:
             raise CkptError(f"a control record of {len(data)} bytes does not fit its page")
         with self._mutex:
-            counter = _C.load(self._mapping.memory, 8) + 1
+            counter = (_C.load(self._mapping.memory, 8) + 1) % 2**64 or 2
             start = 4096 + (counter & 1) * _COPY
             self._mapping.memory[start : start + _HEAD.size + len(data)] = (
                 _HEAD.pack(len(data), zlib.crc32(data)) + data
@@ -158,7 +184,7 @@ class Page:
             length, crc = _HEAD.unpack_from(self._mapping.memory, start)
             data = self._mapping.memory[start + _HEAD.size : start + _HEAD.size + min(length, _COPY)]
             if zlib.crc32(data) == crc and len(data) == length:
-                with contextlib.suppress(ValueError, TypeError, msgpack.UnpackException):
+                with contextlib.suppress(ValueError, TypeError, RecursionError, msgpack.UnpackException):
                     values = msgpack.unpackb(data, unicode_errors="surrogateescape")
                     return _revive(kind, values)  # type: ignore[no-any-return]
             if _C.load(self._mapping.memory, 8) == counter:

@@ -15,18 +15,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_engine import __version__, locks
+from ckpt_engine import locks
 from ckpt_engine.config import Options, saver_environment
-from ckpt_engine.control import Page, RankPage, SaverPage
+from ckpt_engine.control import PROTOCOL, Page, RankPage, SaverPage
 from ckpt_engine.errors import ConfigError, SaverDied, SaverUnavailable, VersionMismatch
 from ckpt_engine.events import log, span
+from ckpt_engine.locks import make_run_dir
 from ckpt_engine.messages import LOOK_S, Mailbox, Wake
 from ckpt_engine.names import Names
 from ckpt_engine.waits import Deadline, pause
-
-PROTOCOL = f"{__version__}/1"
-"""Ranks and saver must agree on this text; it changes with the layout of slots, pages or messages."""
-
 
 _CANNOT_RUN = frozenset({1, 2})
 """Exit codes of a saver that will not run next time either: Python's own and ours (``saver/__main__``)."""
@@ -260,7 +257,8 @@ class Link:
         package_parent = str(Path(__file__).resolve().parent.parent)
         with span("spawn", root=self._root):
             try:
-                log = os.open(self.names.saver_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+                log = os.open(self.names.saver_log, flags, 0o600)
                 try:
                     self._child = _Child(
                         command,
@@ -291,17 +289,3 @@ class Link:
         with contextlib.suppress(OSError):
             tail = " ".join(self.names.saver_log.read_text(errors="replace").strip().splitlines()[-1:])
         raise SaverUnavailable(f"the saver ended at once with code {code}: {tail} (log: {self.names.saver_log})")
-
-
-def make_run_dir(path: Path) -> None:
-    """Create the run directory, 0700 and ours. Raises ConfigError if somebody else made it."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError:
-        return  # a retiring saver removed it just now; the caller tries again
-    if not os.path.isdir(path) or os.path.islink(path) or status.st_uid != os.geteuid():
-        raise ConfigError(f"{path} exists and is not a directory of uid {os.geteuid()}: remove it")
-    if status.st_mode & 0o077:
-        raise ConfigError(f"{path} is open to others (mode {status.st_mode & 0o777:o}): remove it")

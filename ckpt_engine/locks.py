@@ -8,6 +8,7 @@ threads: a mutex goes with each file. Source: fcntl(2), "Advisory record locking
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -70,7 +71,7 @@ class LockFile:
             if self.held:
                 raise ConfigError(f"{self.path} is held by this process: it cannot probe itself")
             try:
-                fd = os.open(self.path, _FLAGS)
+                fd = _opened(self.path)
             except FileNotFoundError:
                 return None
             try:
@@ -83,7 +84,7 @@ class LockFile:
     def _lock_file(self) -> bool:
         while True:
             if self._fd < 0:
-                self._fd = os.open(self.path, _FLAGS | os.O_CREAT, 0o600)
+                self._fd = _opened(self.path, os.O_CREAT)
             try:
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -104,6 +105,16 @@ class LockFile:
         return (mine.st_dev, mine.st_ino) == (now.st_dev, now.st_ino)
 
 
+def _opened(path: Path, more: int = 0) -> int:
+    """Raises ConfigError for a file of another user: he could hold a dead process alive."""
+    fd = os.open(path, _FLAGS | more, 0o600)
+    owner = os.fstat(fd).st_uid
+    if owner != os.geteuid():
+        os.close(fd)
+        raise ConfigError(f"{path} belongs to uid {owner}, not to uid {os.geteuid()}: remove it")
+    return fd
+
+
 _table: dict[Path, LockFile] = {}
 _table_mutex = threading.Lock()
 os.register_at_fork(after_in_child=_table.clear)  # the child holds none of its parent's locks
@@ -121,3 +132,17 @@ def holder(path: Path) -> int | None:
     Raises ConfigError if this process holds it: a record lock never shows to its owner.
     """
     return lock_file(path).holder()
+
+
+def make_run_dir(path: Path) -> None:
+    """Create the run directory, 0700 and ours. Raises ConfigError if somebody else made it."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return  # a retiring saver removed it just now; the caller tries again
+    if not os.path.isdir(path) or os.path.islink(path) or status.st_uid != os.geteuid():
+        raise ConfigError(f"{path} exists and is not a directory of uid {os.geteuid()}: remove it")
+    if status.st_mode & 0o077:
+        raise ConfigError(f"{path} is open to others (mode {status.st_mode & 0o777:o}): remove it")

@@ -15,16 +15,16 @@ from types import FrameType
 
 from ckpt_engine import locks, messages, shm
 from ckpt_engine.config import SaverOptions
-from ckpt_engine.control import Outcome, Page, SaverPage
-from ckpt_engine.events import log
-from ckpt_engine.link import PROTOCOL, make_run_dir
+from ckpt_engine.control import PROTOCOL, Outcome, Page, SaverPage
+from ckpt_engine.events import log, warn_once
+from ckpt_engine.locks import make_run_dir
 from ckpt_engine.manifest import Attempt, Failure
 from ckpt_engine.messages import Ended, Mailbox, Message, Wake
 from ckpt_engine.names import Names, SegmentName
 from ckpt_engine.saver import endings
 from ckpt_engine.saver.committer import Committer
 from ckpt_engine.saver.outcomes import outcome_from
-from ckpt_engine.saver.peers import Peers
+from ckpt_engine.saver.peers import Peer, Peers
 from ckpt_engine.saver.persist import Job, Writer
 from ckpt_engine.slots import BREAKPOINT, RETIRED, Header, Slot, open_all
 from ckpt_engine.states import Order, State, Word, tended
@@ -164,7 +164,15 @@ class Server:
     def _look(self) -> None:
         open_all(self.names.segments(), self.slots)
         self.peers.look()
-        self.headers = tuple(found[1] for slot in self.slots.values() if (found := slot.snapshot()))
+        self.headers = tuple(found[1] for slot in self.slots.values() if (found := self.snapshot(slot)))
+
+    def snapshot(self, slot: Slot) -> tuple[Word, Header] | None:
+        """What a slot holds for our root; one that names another root is damaged, and nothing is written there."""
+        found = slot.snapshot()
+        if found is not None and found[1].root != self.root:
+            warn_once(str(slot.name), f"{slot.name} names the root {found[1].root}, not {self.root}: it does not count")
+            return None
+        return found
 
     # -- tending -------------------------------------------------------------------------------------------------
 
@@ -179,11 +187,24 @@ class Server:
         state = tended(word, handed=self._handed.get(slot.name), dead=dead)
         if state is not None:
             slot.change("saver", word, state)
+        elif word.state is State.QUEUED and self._handed.get(slot.name) != word and self.snapshot(slot) is None:
+            self._give_up(slot, word, peer)
         self._submit(slot)
+
+    def _give_up(self, slot: Slot, word: Word, peer: Peer | None) -> None:
+        """A queued slot whose header is damaged: it becomes free, and its rank's control page says what is lost."""
+        if not slot.change("saver", word, State.PERSISTING):
+            return  # it was only changing
+        slot.change("saver", slot.word(), State.FREE)
+        log.warning("%s was damaged in shared memory before it was written", slot.name)
+        header = Header.parse(peer.page.label) if peer is not None else None
+        if header is not None and header.root == self.root and word.is_of(header.attempt.order):
+            reason = f"the snapshot of rank {header.rank} was damaged in shared memory before it was written"
+            self.committer.failed(header, Failure(rank=header.rank, reason=reason))
 
     def _submit(self, slot: Slot) -> None:
         """Hand a QUEUED slot to the writer, once."""
-        found = slot.snapshot()
+        found = self.snapshot(slot)
         if found is not None and found[0].state is State.QUEUED and self._handed.get(slot.name) != found[0]:
             self._handed[slot.name] = found[0]
             self.writer.submit(Job(slot, *found))
@@ -191,7 +212,7 @@ class Server:
     def queue_breakpoint(self, attempt: Attempt) -> None:
         """READY or FAILED → QUEUED for every local part of ``attempt``, on behalf of ranks that died."""
         for slot in self.slots.values():
-            found = slot.snapshot()
+            found = self.snapshot(slot)
             if found is None or found[1].attempt != attempt:
                 continue
             self.committer.reopen(found[1])
@@ -209,8 +230,8 @@ class Server:
             if not page.label or not peer.failed or key in self._reported:
                 continue
             self._reported.add(key)
-            header = Header.unpack(page.label)
-            if header.storage:
+            header = Header.parse(page.label)
+            if header is not None and header.root == self.root and header.storage:
                 reason = page.reason or f"rank {page.rank} died before its part was complete"
                 self.committer.failed(header, Failure(rank=page.rank, reason=reason[:500], errno=page.errno))
         for header, missing in self.committer.waiting():

@@ -121,7 +121,7 @@ def no_python(me: Any) -> None:
 
 
 def log_is_a_directory(me: Any) -> None:
-    from ckpt_engine.link import make_run_dir
+    from ckpt_engine.locks import make_run_dir
     from ckpt_engine.names import names_for
 
     names = names_for(root=me.root)
