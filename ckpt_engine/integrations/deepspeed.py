@@ -134,11 +134,11 @@ class DeepSpeedCheckpointer:
         parent = save_dir or core.root
         tag = str(tag) if tag is not None else f"global_step{step}"
         entry: Entry | None = None
-        problem: CkptError | None = None
+        problem: Exception | None = None
         try:
             entry = core.enter(step, storage=storage, tag=tag, directory=parent)
-        except CkptError as error:
-            problem = error  # the others are on their way into the collectives below: so must we
+        except Exception as error:  # raised below: the others are on their way into DeepSpeed's collectives
+            problem = error
         if core.options.when_busy == "skip" and not self._elsewhere(parent) and core.busy_anywhere():
             if entry is None:
                 raise problem or ConfigError("not entered")
@@ -181,9 +181,7 @@ class DeepSpeedCheckpointer:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         step = self.engine.global_steps
         if not save_latest:
-            warn_once(
-                f"save_latest {save_dir}", f"save_latest=False: {save_dir}/latest names the newest checkpoint anyway"
-            )
+            warn_once(f"latest {save_dir}", f"save_latest=False: {save_dir}/latest names the newest checkpoint anyway")
         handle = self._save(step, str(save_dir), tag, client_state, storage=True, frozen=exclude_frozen_parameters)
         if self._elsewhere(save_dir):
             handle.result()
@@ -266,11 +264,17 @@ class DeepSpeedCheckpointer:
     def _load_checkpoint(self, load_dir: str, tag: Any = None, *arguments: Any, **options: Any) -> Any:
         """``engine.load_checkpoint`` of any caller: waits for saves in flight, verifies what has a manifest."""
         core, original = self._core, self._originals["load_checkpoint"]
-        try:
-            core.wait()
-        except CkptError as error:
-            log.warning("before loading: %s", error)
-        told = together(core.group, lambda: self._find(str(load_dir), tag), RestoreError)
+
+        def settled() -> Committed | None:
+            try:
+                core.wait()
+            except CkptError as error:
+                if core.options.on_error == "raise":
+                    raise
+                log.warning("before loading: %s", error)
+            return self._find(str(load_dir), tag)
+
+        told = together(core.group, settled, RestoreError)
         leaders = [told[ranks[0]] for ranks in core.place.nodes]
         if len({one and one.manifest.attempt for one in leaders}) > 1:
             raise RestoreError(

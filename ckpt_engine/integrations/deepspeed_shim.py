@@ -10,7 +10,8 @@ from typing import Any
 
 from ckpt_engine import image
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.errors import CkptError, ConfigError
+from ckpt_engine.errors import ConfigError
+from ckpt_engine.events import log
 from ckpt_engine.plain import read_with
 from ckpt_engine.source import Source
 from ckpt_engine.staging import Blob, Planned
@@ -24,12 +25,12 @@ class Transaction:
     def __init__(self, core: Checkpointer, folder: str, *, storage: bool) -> None:
         self.files: dict[str, Planned] = {}
         self.storage = storage
-        self.error: CkptError | None = None
+        self.error: Exception | None = None
         self._core = core
         self._folder = os.path.realpath(folder)
 
     def capture(self, state: Any, path: str) -> None:
-        """Plan one file; never raises CkptError: this rank goes on to DeepSpeed's last barrier."""
+        """Plan one file. Never raises: this rank goes on to DeepSpeed's last barrier, and raises ``error`` then."""
         if self.error is not None:
             return
         try:
@@ -37,14 +38,16 @@ class Transaction:
             if name.startswith("..") or name in self.files:
                 raise ConfigError(f"DeepSpeed saves {path}: twice, or outside of {self._folder}")
             self.files[name] = self._core.plan(name, state)
-        except CkptError as error:
+        except Exception as error:  # MemoryError, too
             self.error = error
 
     def capture_tools(self, scripts: Path) -> None:
-        """DeepSpeed's recovery scripts become files of this shard; a memory save needs none."""
+        """DeepSpeed's recovery scripts become files of this shard; a memory save needs none. Never raises."""
         for tool in _TOOLS if self.storage else ():
-            if (scripts / tool).is_file():
+            try:
                 self.files[tool] = Planned(Blob((scripts / tool).read_bytes()), origin="tool")
+            except OSError as error:  # zero_to_torch.py is newer than DeepSpeed 0.15
+                log.debug("without %s: %s", tool, error)
 
 
 class Loading:
