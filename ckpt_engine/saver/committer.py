@@ -82,6 +82,7 @@ class Committer(threading.Thread):
         self._questions: list[Callable[[], bool]] = []
         self.recovered = threading.Event()
         self._patience = Deadline(options.retry_s)
+        self._reopened: set[Attempt] = set()
 
     # -- told by the writer and by the main loop -----------------------------------------------------------------
 
@@ -278,8 +279,13 @@ class Committer(threading.Thread):
                 self.ledger.retain(header, waiting, lambda other: not self.status(other))
             return Outcome(attempt.order, attempt.run, "committed")
         if isinstance(result, commit.Failed):
+            if attempt in self._reopened and not pending.deadline.expired():
+                return None  # a peer's receipt of the first try: it tries again as we do
             return outcome_from(result.failure, header)
         if isinstance(result, commit.NotOnLine):
+            other = next((c for c in known if c.generation >= attempt.generation and c.run != attempt.run), None)
+            if other is not None and self._live_run(attempt.run):
+                raise StaleRun(f"run {other.run} (generation {other.generation}) took over this root", other=other.run)
             raise Cancelled(f"{attempt.id} is not on the line of the newest run any more")
         if any(claim.generation > attempt.generation for claim in known if claim.run != attempt.run):
             raise StaleRun("a newer run took over this root", other=str(max(c.generation for c in known)))
@@ -306,6 +312,7 @@ class Committer(threading.Thread):
         attempt = header.attempt
         with self._mutex:
             self._done.pop(attempt, None)
+            self._reopened.add(attempt)
 
         def look() -> bool:
             found = commit.read_shard_records(

@@ -33,6 +33,7 @@ class Endings:
         self._asked: set[tuple[str, Order]] = set()
         self._chosen: list[Attempt] = []
         self._retried: set[Attempt] = set()
+        self._hopeless: set[Attempt] = set()
         self._judged: frozenset[Attempt] | None = None
         self._worth: frozenset[Attempt] = frozenset()
         self._born = Deadline(server.options.grace_s)
@@ -57,8 +58,9 @@ class Endings:
         question = Breakpoint(self, server, complete)
         server.committer.ask(question.answered)
 
-    def choose(self, attempts: Iterable[Attempt]) -> None:
-        """Called in the committing thread: these are to be persisted."""
+    def choose(self, attempts: Iterable[Attempt], hopeless: Iterable[Attempt] = ()) -> None:
+        """Called in the committing thread: these are to be persisted, and those can never be."""
+        self._hopeless.update(hopeless)
         self._chosen.extend(attempts)
         self.settled = True
 
@@ -94,8 +96,10 @@ class Endings:
         return False
 
     def _is_worth(self, header: Header) -> bool:
-        """True unless it is committed, superseded, or of a root that is no more. Asks the disk."""
+        """True unless it is committed, superseded, not whole elsewhere, or of a root that is no more. Asks the disk."""
         ledger, attempt = self._server.committer.ledger, header.attempt
+        if attempt in self._hopeless:
+            return False
         try:
             if runs.root_id(self._server.storage, header.root) not in (attempt.root_id, None):
                 return False
@@ -140,16 +144,19 @@ class Endings:
             return False
         if found[0].state is State.FAILED:
             return True
-        died = self._server.peers.any_died
-        return died and any(found[1].attempt == header.attempt for header in complete_here(self._server.headers))
+        return any(peer.left_a_legacy for peer in self._server.peers.values()) and any(
+            found[1].attempt == header.attempt for header in complete_here(self._server.headers)
+        )
 
 
 def deaths_call(peers: Iterable[Peer], grace_s: float) -> bool:
-    """True if the dead want their snapshots on disk: all are dead, or one of the newest run is for ``grace_s``."""
+    """True if the dead want their snapshots on disk: nobody lives, or one of the newest run is dead for ``grace_s``."""
     peers = list(peers)
+    if not any(peer.alive for peer in peers):
+        return any(peer.left_a_legacy for peer in peers)
     dead = [peer for peer in peers if peer.died]
-    if not dead or not any(peer.alive for peer in peers):
-        return bool(dead)
+    if not dead:
+        return False
     newest = max(peer.page.generation for peer in peers)
     first = [peer.dead_since for peer in dead if peer.page.generation == newest and peer.dead_since]
     return any(since.elapsed() >= grace_s for since in first)
@@ -179,6 +186,7 @@ class Breakpoint:
         self._complete = complete
         self._claim = max((h.claim for h in server.headers), key=lambda claim: claim.generation)
         self._deadline: Deadline | None = None
+        self._hopeless: list[Attempt] = []
         self._retry = Deadline(server.options.retry_s)
 
     def answered(self) -> bool:
@@ -191,7 +199,7 @@ class Breakpoint:
             chosen = []
         if chosen is None:
             return False
-        self._ending.choose(chosen)
+        self._ending.choose(chosen, self._hopeless)
         return True
 
     def _decide(self) -> list[Attempt] | None:
@@ -205,8 +213,10 @@ class Breakpoint:
         newest = ledger.newest_committed(first.root, node_of(first))
         usable = worth_saving(self._complete, newest, known)
         with span("breakpoint", held=len(usable), newest=newest):
-            if first.nodes == 1 or node_of(first) is not None:
+            if first.nodes == 1:
                 return usable[:1]
+            if node_of(first) is not None:  # nobody here knows which of them the other nodes hold too
+                return usable
             return self._agree(first, usable)
 
     def _agree(self, first: Header, usable: list[Attempt]) -> list[Attempt] | None:
@@ -216,6 +226,7 @@ class Breakpoint:
             runs.write_offer(storage, first.root, Offer(claim.generation, claim.run, first.node, tuple(usable)))
         offers = runs.read_offers(storage, first.root, claim, first.nodes)
         if None not in offers:
+            self._hopeless = [one for one in usable if any(offer and one not in offer.attempts for offer in offers)]
             common = runs.newest_common(offers)
             return [common] if common is not None else []
         return usable if self._deadline.expired() else None

@@ -24,10 +24,12 @@ class Peer:
 
     @property
     def died(self) -> bool:
-        """Gone without a goodbye (invariant 14).
+        """Gone without a goodbye (invariant 14)."""
+        return not self.alive and not self.page.goodbye
 
-        A goodbye speaks for what this life ``saved``: one that only read has no say over what the dead before it left.
-        """
+    @property
+    def left_a_legacy(self) -> bool:
+        """Gone, and what is held here may be of the dead: a goodbye speaks only for what its own life ``saved``."""
         return not self.alive and not (self.page.goodbye and self.saved)
 
     @property
@@ -58,10 +60,6 @@ class Peers(dict[int, Peer]):
     @property
     def any_alive(self) -> bool:
         return any(peer.alive for peer in self.values())
-
-    @property
-    def any_died(self) -> bool:
-        return any(peer.died for peer in self.values())
 
     def look(self) -> None:
         """See who is there now."""
