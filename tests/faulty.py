@@ -1,9 +1,10 @@
 """A hook for ranks and savers (``CKPT_ENGINE_HOOK=faulty:hook``): their disk refuses, or waits, as a file says.
 
 ``CKPT_ENGINE_FAULTS`` names a JSON file with a list of rules, read anew before every disk verb. A rule has ``verb``
-(a method of ``Storage``), and may have ``who`` ("rank" or "saver"), ``node`` (a node id), ``path`` (part of it),
-``direct`` (the bytes of a shard), ``errno`` to refuse with, and ``hold``: wait while the rule is there. A rule with neither only takes notes. What a rule
-hit is appended to the file's neighbour ``hits``.
+(a method of ``Storage``, "*" for all), and may have ``who`` ("rank" or "saver"), ``node`` (a node id), ``path`` (part
+of it), ``directory`` (only where it is one), ``direct`` (the bytes of a shard), ``errno`` to refuse with, and ``hold``:
+wait while the rule is there. A rule with neither only takes notes. What a rule hit is appended to the file's
+neighbour ``hits``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _identity() -> tuple[str, str]:
     return "rank", os.environ.get("CKPT_ENGINE_NODE", "")
 
 
-def _rules(verb: str, path: str, direct: bool) -> list[dict[str, Any]]:
+def _rules(verb: str, paths: list[str], direct: bool) -> list[dict[str, Any]]:
     who, node = _identity()
     try:
         rules = json.loads(Path(os.environ["CKPT_ENGINE_FAULTS"]).read_text())
@@ -48,26 +49,26 @@ def _rules(verb: str, path: str, direct: bool) -> list[dict[str, Any]]:
         if rule["verb"] in (verb, "*")
         and rule.get("who", who) == who
         and rule.get("node", node) == node
-        and rule.get("path", "") in path
         and rule.get("direct", direct) == direct
-        and not (rule.get("directory") and not os.path.isdir(path))
+        and any(rule.get("path", "") in path for path in paths)
+        and not (rule.get("directory") and not os.path.isdir(paths[0]))
     ]
 
 
-def _before(verb: str, path: str, direct: bool) -> None:
-    rules = _rules(verb, path, direct)
+def _before(verb: str, paths: list[str], direct: bool) -> None:
+    rules = _rules(verb, paths, direct)
     if rules:
         who, node = _identity()
-        line = json.dumps({"who": who, "node": node, "pid": os.getpid(), "verb": verb, "path": path}) + "\n"
+        line = json.dumps({"who": who, "node": node, "pid": os.getpid(), "verb": verb, "path": paths[-1]}) + "\n"
         hits = os.open(Path(os.environ["CKPT_ENGINE_FAULTS"]).parent / "hits", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(hits, line.encode())
         os.close(hits)
     for rule in rules:
-        while rule.get("hold") and rule in _rules(verb, path, direct):
+        while rule.get("hold") and rule in _rules(verb, paths, direct):
             time.sleep(0.01)
         if rule.get("errno"):
-            with posix._translated(verb, path):
-                raise OSError(rule["errno"], os.strerror(rule["errno"]), path)
+            with posix._translated(verb, paths[-1]):
+                raise OSError(rule["errno"], os.strerror(rule["errno"]), paths[-1])
 
 
 def _install() -> None:
@@ -75,7 +76,7 @@ def _install() -> None:
         plain = getattr(posix.PosixStorage, verb)
 
         def faulty(self: Any, path: str, *rest: Any, _plain: Any = plain, _verb: str = verb, **more: Any) -> Any:
-            _before(_verb, " ".join([path, *(one for one in rest if isinstance(one, str))]), more.get("direct", False))
+            _before(_verb, [path, *(one for one in rest if isinstance(one, str))], more.get("direct", False))
             return _plain(self, path, *rest, **more)
 
         setattr(posix.PosixStorage, verb, functools.wraps(plain)(faulty))
