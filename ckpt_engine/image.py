@@ -157,7 +157,7 @@ def _find_culprit(obj: object, error: Exception) -> tuple[str, object]:
                 _plan(child, None)
                 return False
             return any(storage.data_ptr() == error.address for storage in survey(child).storages)
-        except Exception:
+        except Exception:  # whatever it is: this is where it happens
             return True
 
     return _descend(obj, fails)

@@ -223,7 +223,7 @@ def _try(
         verified, later = wants(candidate.files)
         mine = sorted(set(verified))
         plan = (source.lacks({*mine, *later}), source.absent() if place.rank == 0 else set())
-    except Exception as error:
+    except Exception as error:  # all ranks are told, below
         problem = f"{type(error).__name__}: {error}"
     told = group.gather((problem, place.node, *plan))
     problems = [f"rank {rank}: {one[0]}" for rank, one in enumerate(told) if one[0]]
@@ -232,14 +232,14 @@ def _try(
     gone = told[0][3]  # rank 0 listed the storage: what it does not see either will not show up
     try:
         source.exchange(group, [(key, node) for _, node, keys, _ in told for key in keys], share)
-    except Exception as error:
+    except Exception as error:  # all ranks are told, below
         problem = f"{type(error).__name__}: {error}"
     group.gather(())  # every file is complete before anybody reads one
     try:
         for name in mine if not problem else ():
             patient = candidate.source == "storage" and not candidate.readers and name not in gone
             source.keep(name, NFS_STALE_S if patient else 0.0)
-    except Exception as error:
+    except Exception as error:  # all ranks are told, below
         problem = f"{type(error).__name__}: {error}"
     return source, [f"rank {rank}: {text}" for rank, text in enumerate(group.gather(problem)) if text]
 

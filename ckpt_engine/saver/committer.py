@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from ckpt_engine import commit, listing, runs
+from ckpt_engine import commit
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.control import Outcome
 from ckpt_engine.errors import Cancelled, CkptError, CommitTimeout, PersistError, StaleRun, StorageError
@@ -77,7 +77,6 @@ class Committer(threading.Thread):
         self._stop_asked = False
         self._pending: dict[Attempt, Pending] = {}
         self._done: dict[Attempt, str] = {}
-        self._claimed: set[str] = set()
         self.ledger = Ledger(storage, options, held)
         self._questions: list[Callable[[], bool]] = []
         self.recovered = threading.Event()
@@ -151,21 +150,6 @@ class Committer(threading.Thread):
             reason = f"ranks disagree on the directory: {pending.header.commit_dir} and {header.commit_dir}"
             pending.failure = Failure(rank=header.rank, reason=reason)
         return pending
-
-    # -- asked by the writer -------------------------------------------------------------------------------------
-
-    def is_published(self, header: Header) -> bool:
-        """True if a manifest names this attempt already: a redo after a saver's death."""
-        found = listing.read_manifest(self._storage, header.commit_dir, node_of(header))
-        return found is not None and found.attempt == header.attempt
-
-    def claim(self, header: Header) -> None:
-        """Before the first byte of a run goes to the root: its number is ours. Raises StaleRun."""
-        if header.claim.run in self._claimed or (node_of(header) is None and header.node != 0):
-            return
-        with span("claim", generation=header.claim.generation, run=header.claim.run):
-            runs.claim_run(self._storage, header.root, header.claim)
-        self._claimed.add(header.claim.run)
 
     # -- the thread ----------------------------------------------------------------------------------------------
 
@@ -331,13 +315,6 @@ class Committer(threading.Thread):
         return self.recovered.is_set()
 
     def _recover(self, headers: Iterable[Header]) -> bool:
-        by_place = {(parent_of(header), header.node, header.attempt.run): header for header in headers}
-        for (root, _, run), header in by_place.items():
-            for record in self.ledger.unpublished(root, run):
-                if record.rank in header.node_ranks and record.node == header.node:
-                    place = commit.commit_dir(root, record.attempt.tag)
-                    like = replace(
-                        header, attempt=record.attempt, rank=record.rank, commit_dir=place, files=(), storage=True
-                    )
-                    self.durable(like, record)
+        for header, record in self.ledger.unpublished(headers):
+            self.durable(header, record)
         return True

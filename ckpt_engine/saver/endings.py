@@ -111,7 +111,9 @@ class Endings:
 
     def _nothing_left_to_save(self) -> bool:
         """Try once more, newest first, to make checkpoints of what would have to stay."""
-        slots = [(found[1].attempt, slot) for slot in self._server.slots.values() if (found := slot.snapshot())]
+        slots = [
+            (found[1].attempt, slot) for slot in self._server.slots.values() if (found := self._server.snapshot(slot))
+        ]
         if any(slot.word().state in LEASED for _, slot in slots):
             return False
         stays = {attempt for attempt, slot in slots if self._must_stay(slot)} - self._retried

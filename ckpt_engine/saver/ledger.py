@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 
-from ckpt_engine import disk_names, listing, retention, runs, sweep
+from ckpt_engine import commit, disk_names, listing, retention, runs, sweep
 from ckpt_engine.config import SaverOptions
-from ckpt_engine.errors import CkptError
+from ckpt_engine.errors import CkptError, StorageError
 from ckpt_engine.events import log, span
 from ckpt_engine.manifest import Attempt, Committed, RunClaim, ShardRecord
 from ckpt_engine.record import MAX_RECORD_BYTES
@@ -20,7 +21,7 @@ from ckpt_engine.storage.base import Storage
 
 
 class Ledger:
-    """Asked in the committing thread only: every question goes to the disk."""
+    """Asked in the committing thread, where not said otherwise: every question goes to the disk."""
 
     def __init__(self, storage: Storage, options: SaverOptions, held: Callable[[], tuple[Header, ...]]) -> None:
         self._storage = storage
@@ -28,6 +29,7 @@ class Ledger:
         self._held = held
         self._leases = runs.LeaseWatch()
         self._ages = Ages()
+        self._claimed: set[str] = set()
 
     def runs(self, root: str) -> tuple[RunClaim, ...]:
         """All runs known: claims in the root and claims in slot headers."""
@@ -43,8 +45,31 @@ class Ledger:
         found = self.committed(root, node)
         return found[0].order if found else (0, 0)
 
-    def unpublished(self, root: str, run: str) -> Iterator[ShardRecord]:
-        """Shard records of ``run`` that lie in attempt directories without a manifest."""
+    def is_published(self, header: Header) -> bool:
+        """True if a manifest names this attempt already: a redo after a saver's death. In the writer's thread."""
+        found = listing.read_manifest(self._storage, header.commit_dir, node_of(header))
+        return found is not None and found.attempt == header.attempt
+
+    def claim(self, header: Header) -> None:
+        """Before the first byte of a run: its number is ours. Raises StaleRun. In the writer's thread."""
+        if header.claim.run in self._claimed or (node_of(header) is None and header.node != 0):
+            return
+        with span("claim", generation=header.claim.generation, run=header.claim.run):
+            runs.claim_run(self._storage, header.root, header.claim)
+        self._claimed.add(header.claim.run)
+
+    def unpublished(self, headers: Iterable[Header]) -> Iterator[tuple[Header, ShardRecord]]:
+        """What this node made durable in the runs of ``headers`` and no manifest covers, with a header like theirs."""
+        by_place = {(parent_of(header), header.node, header.attempt.run): header for header in headers}
+        for (root, node, run), header in by_place.items():
+            for record in self._shard_records(root, run):
+                if record.rank in header.node_ranks and record.node == node:
+                    place = commit.commit_dir(root, record.attempt.tag)
+                    local = header.node_ranks.index(record.rank)
+                    like = replace(header, attempt=record.attempt, rank=record.rank, local_rank=local, commit_dir=place)
+                    yield replace(like, files=(), storage=True), record
+
+    def _shard_records(self, root: str, run: str) -> Iterator[ShardRecord]:
         for folder in listing.tag_dirs(self._storage, root):
             for entry in self._storage.list_dir(folder):
                 name = disk_names.parse_attempt_dir(entry.name)
@@ -83,7 +108,7 @@ class Ledger:
                     confirmed=header.confirmed,
                 )
                 for old in victims:
-                    sweep.remove_checkpoint(storage, old)
+                    self._remove(old)
                 facts["removed"] = len(victims)
             sweep.sweep(
                 storage,
@@ -95,6 +120,13 @@ class Ledger:
             )
         except CkptError as error:
             log.warning("retention after %s: %s; the next commit tries again", header.attempt.id, error)
+
+    def _remove(self, old: Committed) -> None:
+        """One that cannot be removed (its directory is a link, or another user's) does not keep the others."""
+        try:
+            sweep.remove_checkpoint(self._storage, old)
+        except StorageError as error:
+            log.warning("retention leaves %s: %s", old.commit_dir, error)
 
 
 class Ages:

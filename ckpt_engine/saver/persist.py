@@ -131,9 +131,9 @@ class Writer(threading.Thread):
         """All files and the shard record of one rank, durable; nothing is written twice for a published attempt."""
         if slot.flags() & CANCEL:
             raise Cancelled(f"{header.attempt.id} was given up: its run was abandoned")
-        if self._committer.is_published(header):
+        if self._committer.ledger.is_published(header):
             return
-        self._committer.claim(header)
+        self._committer.ledger.claim(header)
         storage, root, attempt, node = self._storage, parent_of(header), header.attempt, node_of(header)
         if slot.flags() & BREAKPOINT:
             commit.make_tag_dir(storage, root, attempt.tag)
