@@ -15,7 +15,7 @@ from ckpt_engine import disk_names
 from ckpt_engine.commit import attempt_path
 from ckpt_engine.disk_names import AttemptName
 from ckpt_engine.errors import Corrupt, StorageError
-from ckpt_engine.listing import in_tag, list_committed, read_manifest_at, tag_dirs
+from ckpt_engine.listing import in_tag, list_committed, paths_of, read_manifest_at, tag_dirs
 from ckpt_engine.manifest import Attempt, Committed, Manifest
 from ckpt_engine.settle import names_of_peers, parents_of, roll_forward
 from ckpt_engine.storage.base import Storage, remove_tree
@@ -71,7 +71,7 @@ def sweep(
     sweep_after_s: float,
     age_of: Callable[[str], float],
 ) -> tuple[str, ...]:
-    """Remove leftovers; the paths that went. A directory with a damaged manifest is left as it is.
+    """Finish interrupted publishes, remove leftovers; the paths that went. Leaves a tag with a damaged manifest alone.
 
     ``live``: ids of attempts that a local slot holds, or whose outcome this saver still awaits. ``age_of``: seconds
     since anything was seen to change at a path. An attempt's leftovers go when a later attempt is committed and
@@ -114,6 +114,9 @@ class _Sweep:
         if damaged:
             return
         before = len(self.gone)
+        for one in committed:
+            if _unsettled(self.storage, one):
+                roll_forward(self.storage, self.root, os.path.basename(folder))
         manifests = {one.manifest.node: one.manifest for one in committed}
         for entry in self.storage.list_dir(folder):
             path = os.path.join(folder, entry.name)
@@ -161,6 +164,15 @@ class _Sweep:
     def _unlink(self, path: str) -> None:
         if self.storage.unlink(path):
             self.gone.append(path)
+
+
+def _unsettled(storage: Storage, one: Committed) -> bool:
+    """A publish that died after its manifest: some first name has no plain name beside it."""
+    name = disk_names.attempt_dir(one.manifest.attempt.id, one.manifest.node)
+    if storage.size(os.path.join(one.commit_dir, name)) is None:
+        return False
+    pairs = [paths_of(one, entry) for entry in one.manifest.files() if entry.origin != "external"]
+    return any(storage.size(first) is not None and not storage.same_file(first, plain) for first, plain in pairs)
 
 
 def _is_still(storage: Storage, path: str, manifest: Manifest) -> bool:

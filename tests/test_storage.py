@@ -165,6 +165,15 @@ def test_create_exclusive_has_one_winner_with_and_without_hard_links(tmp_path: P
         assert Path(path).read_bytes() == b"first" and no_temps(tmp_path)
 
 
+def test_create_exclusive_knows_its_own_link_when_nfs_repeats_the_request(disk: PosixStorage, tmp_path: Path) -> None:
+    def twice(verb: str, args: tuple[Any, ...]) -> None:
+        if verb == "link":
+            disk.link(*args)
+
+    assert create_exclusive(Watched(disk, twice), str(tmp_path / "x"), b"1") is True
+    assert os.listdir(tmp_path) == ["x"]
+
+
 def test_a_full_disk_says_what_it_needs_and_has_and_leaves_nothing() -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")

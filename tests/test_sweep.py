@@ -170,6 +170,21 @@ def test_the_records_of_a_committed_attempt_go_and_its_files_stay(root: str) -> 
     assert tidy(root) == set()
 
 
+def test_the_sweep_finishes_a_publish_that_died_after_its_manifest(root: str) -> None:
+    attempt = attempt_of(3, "tag3")
+    write_node(disk, root, attempt, SAVED)
+
+    def die(verb: str, args: tuple[Any, ...]) -> None:
+        if verb == "link":
+            raise refuse("link", args[1], errno.EIO)
+
+    assert isinstance(publish(Watched(disk, die), root, attempt), commit.Published)
+    assert os.listdir(f"{root}/tag3") != [] and not os.path.exists(f"{root}/tag3/x.pt")
+    tidy(root)
+    assert all(os.path.exists(f"{root}/tag3/{name}") for name in ("x.pt", "sub/y.pt", "z.pt"))
+    assert Path(root, "latest").read_text() == "tag3"
+
+
 def test_an_attempt_directory_that_a_manifest_still_reads_from_stays_for_ever(root: str) -> None:
     save(root, attempt_of(3, "tag2"))
     save(root, attempt_of(4, "tag4"))

@@ -146,12 +146,13 @@ def create_exclusive(storage: Storage, path: str, data: bytes) -> bool:
         storage.write_new(temp, data)
         storage.link(temp, path)
     except StorageError as error:
-        if error.errno == errno.EEXIST:
-            return False
-        if error.errno not in NO_LINKS:
+        if error.errno in NO_LINKS:
+            events.warn_once("no-links", f"{folder} has no hard links; a crash may truncate {path}")
+            return _create_in_place(storage, path, data)
+        if error.errno != errno.EEXIST:
             raise
-        events.warn_once("no-links", f"{folder} has no hard links; a crash may truncate {path}")
-        return _create_in_place(storage, path, data)
+        if not storage.same_file(temp, path):  # NFS may repeat a request that has succeeded
+            return False
     finally:
         _discard(storage, temp)
     storage.sync_dir(folder)
