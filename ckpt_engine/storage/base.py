@@ -91,7 +91,7 @@ class Storage(Protocol):
         """Bytes; None if it is not there."""
 
     def same_file(self, one: str, other: str) -> bool:
-        """Two names of one file; False if either is not there."""
+        """Two names of one file (a link that leads to it is not one); False if either is not there."""
 
     def free_bytes(self, path: str) -> int:
         """What this user may still write in the directory ``path``."""
@@ -180,15 +180,14 @@ def remove_tree(storage: Storage, path: str) -> None:
 
     After a crash: call it again.
     """
-    for entry in storage.list_dir(path):
-        inner = os.path.join(path, entry.name)
-        try:
-            storage.unlink(inner)
-        except StorageError as error:
-            if not entry.is_dir or error.errno not in (errno.EISDIR, errno.EPERM):
-                raise
-            remove_tree(storage, inner)
-    storage.remove_dir(path)
+    try:
+        storage.unlink(path)  # a link in its place, or what lies in it
+    except StorageError as error:
+        if error.errno != errno.EISDIR:
+            raise
+        for entry in storage.list_dir(path):
+            remove_tree(storage, os.path.join(path, entry.name))
+        storage.remove_dir(path)
 
 
 def _create_in_place(storage: Storage, path: str, data: bytes) -> bool:

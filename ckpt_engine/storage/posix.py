@@ -39,6 +39,7 @@ class PosixStorage(Storage):
         count = memoryview(source).nbytes - offset if nbytes < 0 else nbytes
         counter, position = progress or (None, 0)
         with _translated("write", path, need_bytes=count):
+            _refuse_links(path)
             written = _C.write_file(
                 path,
                 source,
@@ -54,30 +55,35 @@ class PosixStorage(Storage):
 
     def rename(self, source: str, target: str) -> None:
         with _translated("rename", target):
+            _refuse_links(source, target)
             os.rename(source, target)
 
     def link(self, source: str, target: str) -> None:
         with _translated("link", target):
+            _refuse_links(source, target)
             os.link(source, target)
 
     def unlink(self, path: str) -> bool:
         with _translated("unlink", path, quiet=_ABSENT):
+            _refuse_links(path)
             os.unlink(path)
             return True
         return False
 
     def make_dir(self, path: str) -> bool:
         with _translated("mkdir", path):
+            _refuse_links(path)
             try:
                 os.mkdir(path)
             except FileExistsError:
-                if not os.path.isdir(path):
+                if os.path.islink(path) or not os.path.isdir(path):
                     raise
                 return False
         return True
 
     def remove_dir(self, path: str) -> bool:
         with _translated("rmdir", path, quiet=_CANNOT_REMOVE):
+            _refuse_links(path)
             os.rmdir(path)
             return True
         return False
@@ -97,6 +103,8 @@ class PosixStorage(Storage):
 
     def read_small(self, path: str, limit: int) -> bytes | None:
         with _translated("read", path, quiet=_ABSENT), _opened(path) as fd:
+            if os.fstat(fd).st_size > limit:
+                raise OSError(errno.EFBIG, f"more than {limit} bytes", path)
             data = bytearray()
             while piece := os.read(fd, limit + 1 - len(data)):
                 data += piece
@@ -130,7 +138,7 @@ class PosixStorage(Storage):
 
     def same_file(self, one: str, other: str) -> bool:
         with _translated("stat", one, quiet=_ABSENT):
-            return os.path.samestat(os.stat(one), os.stat(other))
+            return os.path.samestat(os.lstat(one), os.lstat(other))
         return False
 
     def free_bytes(self, path: str) -> int:
@@ -159,6 +167,16 @@ def _full(op: str, path: str, number: int, need_bytes: int) -> StorageFull:
         free_bytes = usage.f_bavail * usage.f_frsize
     message = f"{op} {path}: {os.strerror(number)}: need {need_bytes} bytes, {free_bytes} free"
     return StorageFull(message, op=op, path=path, errno=number, need_bytes=need_bytes, free_bytes=free_bytes)
+
+
+def _refuse_links(*paths: str) -> None:
+    """ELOOP if a directory on the way is a link: what we make, move or remove stays below the real path of the root.
+
+    Roots are real paths, so such a link was put there by others. Who may do that at the very instant wins the race.
+    """
+    for folder in map(os.path.dirname, map(os.path.abspath, paths)):
+        if os.path.realpath(folder) != folder:
+            raise OSError(errno.ELOOP, "a link in place of a directory", folder)
 
 
 @contextlib.contextmanager
