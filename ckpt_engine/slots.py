@@ -19,10 +19,11 @@ reads the word, copies, verifies the CRC and reads the word again; a change mean
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
@@ -32,7 +33,8 @@ from ckpt_engine.errors import CkptError, ConfigError, SlotTooSmall
 from ckpt_engine.events import warn_once
 from ckpt_engine.manifest import Attempt, Failure, FileEntry, RunClaim, ShardRecord
 from ckpt_engine.names import SegmentName
-from ckpt_engine.states import SNAPSHOT, Order, SlotView, State, Word, check_transition
+from ckpt_engine.record import require
+from ckpt_engine.states import SNAPSHOT, STATES, Order, SlotView, State, Word, check_transition
 
 _MAGIC = b"CKPTSLOT"
 _VERSION = 1
@@ -41,6 +43,7 @@ _HEADER_REF, _ERROR_REF = 48, 56
 _ERROR, _HEADER = 4096, 8192
 DATA_OFFSET = 262144
 _REF = struct.Struct("<II")
+_MAX_PATH = 4096
 
 CANCEL, BREAKPOINT, RETIRED = 1, 2, 4
 
@@ -80,6 +83,22 @@ class Header:
     storage: bool
     files: tuple[SlotFile, ...]
 
+    def __post_init__(self) -> None:
+        """Raises ValueError unless this can be persisted as it says, below ``commit_dir`` and nowhere else."""
+        require(type(self.attempt) is Attempt and type(self.claim) is RunClaim, "attempt or claim is none")
+        self.shard_record()  # checks ranks, nodes, layout, names, sizes
+        require(type(self.local_rank) is int, "local_rank is not a number")
+        require(self.node_ranks.index(self.rank) == self.local_rank, f"rank {self.rank} is not local {self.local_rank}")
+        for path in (self.root, self.commit_dir):
+            require(type(path) is str and os.path.isabs(path) and os.path.normpath(path) == path, "not a plain path")
+            require("\0" not in path and len(os.fsencode(path)) <= _MAX_PATH, "not a path")
+        require(os.path.basename(self.commit_dir) == self.attempt.tag, "the commit directory is not the tag's")
+        require(self.keep_last is None or (type(self.keep_last) is int and self.keep_last > 0), "keep_last")
+        numbers = () if self.confirmed is None else self.confirmed
+        require(len(numbers) in (0, 2) and all(type(number) is int for number in numbers), "confirmed")
+        require(type(self.storage) is bool, "storage")
+        require(all(type(file.offset) is int and file.offset >= 0 for file in self.files), "an offset")
+
     def shard_record(self, entries: Iterable[FileEntry] | None = None) -> ShardRecord:
         """What becomes durable; ``entries``: the files as they are on disk, where they were not staged by us."""
         return ShardRecord(
@@ -112,6 +131,15 @@ class Header:
         values["confirmed"] = tuple(values["confirmed"]) if values["confirmed"] else None
         return cls(**values)
 
+    @classmethod
+    def parse(cls, data: bytes) -> Header | None:
+        """``unpack``, or None for whatever else ``data`` may be."""
+        with contextlib.suppress(
+            CkptError, ValueError, TypeError, KeyError, AttributeError, RecursionError, msgpack.UnpackException
+        ):
+            return cls.unpack(data)
+        return None
+
 
 class Slot:
     """One slot of one rank, mapped."""
@@ -139,7 +167,7 @@ class Slot:
             return None
         memory = mapping.memory
         whole = mapping.nbytes > DATA_OFFSET and memory[: len(_MAGIC)] == _MAGIC and _C.load(memory, 8) == _VERSION
-        if not whole or _C.load(memory, _CAPACITY) > mapping.nbytes - DATA_OFFSET or memory[_WORD + 7] > max(State):
+        if not whole or _C.load(memory, _CAPACITY) > mapping.nbytes - DATA_OFFSET or memory[_WORD + 7] not in STATES:
             mapping.close()
             return None
         return cls(name, mapping)
@@ -151,7 +179,11 @@ class Slot:
 
     @property
     def capacity(self) -> int:
-        return _C.load(self.memory, _CAPACITY)
+        return min(_C.load(self.memory, _CAPACITY), self._mapping.nbytes - DATA_OFFSET)
+
+    def sound(self) -> bool:
+        """False if the state word is damaged: nobody can change it any more."""
+        return bool(self.memory[_WORD + 7] in STATES)
 
     def word(self) -> Word:
         return Word.unpack(_C.load(self.memory, _WORD))
@@ -209,11 +241,17 @@ class Slot:
         crc = zlib.crc32(data)
         if self._cached is not None and self._cached[0] == crc:
             return self._cached[1]
-        with contextlib.suppress(CkptError, ValueError, TypeError, KeyError, msgpack.UnpackException):
-            header = Header.unpack(data)
-            self._cached = (crc, header)
-            return header
-        return None
+        header = Header.parse(data)
+        if header is None or not self._describes_this(header):
+            return None
+        self._cached = (crc, header)
+        return header
+
+    def _describes_this(self, header: Header) -> bool:
+        """Is it of this rank, and does every file lie within the data area? Native code copies from there."""
+        room = self._mapping.nbytes - DATA_OFFSET
+        inside = all(file.offset + file.nbytes <= room for file in header.files)
+        return inside and header.local_rank == self.name.local_rank
 
     def snapshot(self) -> tuple[Word, Header] | None:
         """The sealed attempt in this slot as of now; None if there is none or it is just changing."""
@@ -223,9 +261,7 @@ class Slot:
         header = self.header()
         if header is None or _same_fill(self.word(), word) is False:
             return None
-        if Word(word.state, word.incarnation, header.attempt.generation, header.attempt.seq).pack() != word.pack():
-            return None
-        return word, header
+        return (word, header) if word.is_of(header.attempt.order) else None
 
     def view(self) -> SlotView:
         found = self.snapshot()
@@ -246,14 +282,15 @@ class Slot:
 
     def put_error(self, failure: Failure) -> None:
         """REQUIRES: PERSISTING, by the saver."""
-        self._put_record(_ERROR, _ERROR_REF, msgpack.packb(failure.to_dict())[:4096])
+        cut = replace(failure, reason=failure.reason[:500], path=failure.path[-500:])  # ≤ 4 bytes a character
+        self._put_record(_ERROR, _ERROR_REF, msgpack.packb(cut.to_dict(), unicode_errors="surrogateescape"))
 
     def error(self) -> Failure | None:
         data = self._record(_ERROR, _ERROR_REF, 4096)
         if data is None:
             return None
-        with contextlib.suppress(CkptError, ValueError, TypeError, KeyError, msgpack.UnpackException):
-            values: Mapping[str, object] = msgpack.unpackb(data)
+        with contextlib.suppress(CkptError, ValueError, TypeError, RecursionError, msgpack.UnpackException):
+            values: Mapping[str, object] = msgpack.unpackb(data, unicode_errors="surrogateescape")
             return Failure.from_dict(values)
         return None
 
@@ -287,7 +324,7 @@ def _same_fill(now: Word, then: Word) -> bool:
 
 def open_all(names: list[SegmentName], known: dict[SegmentName, Slot]) -> dict[SegmentName, Slot]:
     """Map what is listed, keep what is mapped already, drop what is gone. A segment of another user is not ours."""
-    for gone in [name for name, slot in known.items() if name not in names or slot.unlinked()]:
+    for gone in [name for name, slot in known.items() if name not in names or slot.unlinked() or not slot.sound()]:
         del known[gone]  # unmapped when the last user, the writer perhaps, lets go
     for name in names:
         try:

@@ -36,6 +36,8 @@ class State(enum.IntEnum):
     FAILED = 6
 
 
+STATES = frozenset(map(int, State))
+
 SNAPSHOT = frozenset({State.READY, State.QUEUED, State.PERSISTING, State.DURABLE, State.FAILED})
 """States in which a slot is complete and immutable."""
 
@@ -85,9 +87,16 @@ class Word:
             | (self.seq & 0xFFFFFF)
         )
 
+    def is_of(self, order: Order) -> bool:
+        """True if these may be the low bits of ``order``."""
+        return (self.generation, self.seq) == (order[0] & 0xFF, order[1] & 0xFFFFFF)
+
     @classmethod
     def unpack(cls, value: int) -> Word:
-        return cls(State(value >> 56), value >> 32 & 0xFFFFFF, value >> 24 & 0xFF, value & 0xFFFFFF)
+        """A state that does not exist (damage) reads as FREE: no snapshot, and no compare-exchange on it succeeds."""
+        state = value >> 56
+        known = State(state) if state in STATES else State.FREE
+        return cls(known, value >> 32 & 0xFFFFFF, value >> 24 & 0xFF, value & 0xFFFFFF)
 
 
 def check_transition(actor: str, old: State, new: State) -> None:

@@ -107,7 +107,7 @@ def test_only_complete_states_are_snapshots(slot: Slot) -> None:
 
 def test_a_header_of_another_attempt_than_the_word_says_is_no_snapshot(slot: Slot) -> None:
     to(slot, State.FILLING)
-    slot.put_header(header(Attempt(generation=3, run="a" * 16, seq=8, step=1, tag="t", root_id="b" * 16)))
+    slot.put_header(header(Attempt(generation=3, run="a" * 16, seq=8, step=1, tag=ATTEMPT.tag, root_id="b" * 16)))
     assert slot.change("rank", slot.word(), State.READY, ATTEMPT)
     assert slot.snapshot() is None
 
@@ -152,9 +152,9 @@ def test_a_table_of_files_that_does_not_fit_is_an_error_that_says_how_large_it_i
     assert slot.header() is not None
 
 
-def test_an_error_larger_than_its_record_is_dropped_and_harms_nothing(slot: Slot) -> None:
-    slot.put_error(Failure(1, "x" * 5000))
-    assert slot.error() is None
+def test_an_error_larger_than_its_record_is_cut_and_not_lost(slot: Slot) -> None:
+    slot.put_error(Failure(1, "x" * 5000, path="/" + "\udcff" * 5000))
+    assert slot.error() == Failure(1, "x" * 500, path="\udcff" * 500)
     slot.put_error(Failure(1, "y"))
     assert slot.error() == Failure(1, "y")
 
