@@ -6,6 +6,7 @@ edition under a new name, and the saver removes the old one.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from ckpt_engine.control import Page, RankPage
 from ckpt_engine.errors import BufferBusy, ShmFull, StagingError
 from ckpt_engine.events import log
 from ckpt_engine.link import Link
-from ckpt_engine.names import SegmentName
+from ckpt_engine.names import MAX_EDITION, SegmentName
 from ckpt_engine.slots import CANCEL, DATA_OFFSET, RETIRED, Header, Slot, open_all
 from ckpt_engine.states import LEASED, Order, State, Told, hopeless, newest_common, victim
 from ckpt_engine.waits import Deadline
@@ -156,13 +157,15 @@ class Buffers:
 
     def _create(self, index: int, need_bytes: int) -> Slot:
         """A new FREE slot (or a new edition of it), touched in the background."""
-        names = self._link.names
-        editions = [n.edition for n in names.segments() if n.local_rank == self._link.local_rank and n.slot == index]
-        name = names.segment(self._link.local_rank, index, max(editions, default=0) + 1)
-        slot = Slot.create(name, int(need_bytes * budget.GROWTH) + shm.PAGE)
-        self._own[name] = slot
-        self._populating[name] = _C.Populate(slot.memory, offset=DATA_OFFSET)
-        return slot
+        first = 1 + max((name.edition for name in self._own if name.slot == index), default=0)
+        for edition in range(first, MAX_EDITION):
+            name = self._link.names.segment(self._link.local_rank, index, edition)
+            with contextlib.suppress(FileExistsError):  # retired, torn, or another user's: the next one
+                slot = Slot.create(name, int(need_bytes * budget.GROWTH) + shm.PAGE)
+                self._own[name] = slot
+                self._populating[name] = _C.Populate(slot.memory, offset=DATA_OFFSET)
+                return slot
+        raise StagingError(f"no free name for a slot after {name}: somebody fills /dev/shm with names like ours")
 
     def _retire(self, slot: Slot) -> None:
         """Give up a segment, FREE and marked, so that the saver unlinks it. REQUIRES: FILLING, by us."""

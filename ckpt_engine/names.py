@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHM = Path("/dev/shm")
+MAX_EDITION = 999_999
 _HASH = "[0-9a-f]{16}"
 _SEGMENT = re.compile(rf"ckpt-({_HASH})-r(\d{{1,6}})-s(\d{{1,3}})-e(\d{{1,6}})")
 _RANK_LOCK = re.compile(r"rank-(\d{1,6})\.lock")
@@ -101,14 +102,26 @@ class Names:
         return sorted(found for name in self.shm_files() if (found := parse_segment(name)))
 
     def rank_locks(self) -> dict[int, Path]:
-        """Local rank → lock file, for all that ever registered here: by lock file or, should that be gone, by page."""
+        """Local rank → lock file, for all that ever registered here: by lock file or, should that be gone, by page.
+
+        A page of another user is no rank of ours: anybody may make files in /dev/shm.
+        """
         try:
             locks = [_RANK_LOCK.fullmatch(name) for name in os.listdir(self.run_dir)]
         except FileNotFoundError:
             locks = []
         found = {int(match[1]) for match in locks if match}
-        found |= {rank for name in self.shm_files() if (rank := parse_rank_control(name)) is not None}
+        found |= {
+            rank for name in self.shm_files() if (rank := parse_rank_control(name)) is not None and _is_ours(SHM / name)
+        }
         return {local_rank: self.rank_lock(local_rank) for local_rank in sorted(found)}
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False
 
 
 def this_node() -> str:

@@ -77,7 +77,7 @@ def create(name: str, nbytes: int) -> Mapping:
 def open_existing(name: str) -> Mapping | None:
     """Map ``name``; None if there is none, or if its creator has not reserved it yet.
 
-    Raises ConfigError if the segment belongs to another user.
+    Raises ConfigError if it belongs to another user, or is a link, a directory or a socket.
     """
     try:
         segment = posix_ipc.SharedMemory(name)
@@ -85,6 +85,8 @@ def open_existing(name: str) -> Mapping | None:
         return None
     except posix_ipc.PermissionsError as error:
         raise ConfigError(f"/dev/shm{name} exists but may not be opened by uid {os.geteuid()}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"/dev/shm{name} is not shared memory ({error}): remove it") from error
     status = os.fstat(segment.fd)
     if status.st_uid != os.geteuid():
         os.close(segment.fd)
@@ -100,8 +102,8 @@ def open_existing(name: str) -> Mapping | None:
 
 
 def unlink(name: str) -> None:
-    """Remove the name; no error if it is gone."""
-    with contextlib.suppress(posix_ipc.ExistentialError):
+    """Remove the name; no error if it is gone, or is not ours to remove."""
+    with contextlib.suppress(posix_ipc.ExistentialError, posix_ipc.PermissionsError, IsADirectoryError):
         posix_ipc.unlink_shared_memory(name)
 
 
