@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ckpt_engine import disk_names
 from ckpt_engine.errors import Cancelled, Corrupt, StorageError
-from ckpt_engine.listing import read_manifest
+from ckpt_engine.listing import manifest_or_none
 from ckpt_engine.manifest import Attempt, Failure, FileEntry, Manifest, Receipt, RunClaim, ShardRecord
 from ckpt_engine.record import MAX_RECORD_BYTES
 from ckpt_engine.runs import on_the_line
@@ -177,7 +177,7 @@ def try_publish(
     After a crash: what was committed here before, or this attempt; ``settle.roll_forward`` finishes the rest.
     """
     folder = commit_dir(root, attempt.tag)
-    older = _manifest_or_none(storage, folder, node)
+    older = manifest_or_none(storage, folder, node)
     if older is not None and older.attempt == attempt:
         return Published(older)
     if older is not None and older.attempt.order >= attempt.order:
@@ -190,7 +190,7 @@ def try_publish(
     try:
         _write_manifest(storage, root, decided, older)
     except Cancelled:
-        if _manifest_or_none(storage, folder, node) == decided:  # a peer published it and has tidied up
+        if manifest_or_none(storage, folder, node) == decided:  # a peer published it and has tidied up
             return Published(decided)
         raise
     return Published(decided, finish(storage, root, decided, keep_copies=older is not None))
@@ -245,11 +245,3 @@ def _read_receipt(storage: Storage, path: str, attempt: Attempt, node: int) -> R
     if receipt.attempt != attempt or receipt.node != node:
         return Failure(-1, f"{path} is the receipt of another attempt or node", "read", path)
     return receipt
-
-
-def _manifest_or_none(storage: Storage, folder: str, node: int | None) -> Manifest | None:
-    """A damaged manifest gives way like a missing one."""
-    try:
-        return read_manifest(storage, folder, node)
-    except Corrupt:
-        return None

@@ -33,6 +33,14 @@ def read_manifest(storage: Storage, commit_dir: str, node: int | None = None) ->
     return read_manifest_at(storage, os.path.join(commit_dir, disk_names.manifest(node)))
 
 
+def manifest_or_none(storage: Storage, commit_dir: str, node: int | None) -> Manifest | None:
+    """For writers: a damaged manifest gives way like a missing one. Raises StorageError if it cannot be read."""
+    try:
+        return read_manifest(storage, commit_dir, node)
+    except Corrupt:
+        return None
+
+
 def read_manifest_at(storage: Storage, path: str) -> Manifest | None:
     data = storage.read_small(path, MAX_RECORD_BYTES)
     return None if data is None else Manifest.from_bytes(data, path)
@@ -56,7 +64,7 @@ def list_committed(storage: Storage, root: str) -> Listing:
 def tag_dirs(storage: Storage, root: str) -> Iterator[str]:
     """Directories of ``root`` that can be commit directories."""
     for entry in storage.list_dir(root):
-        if entry.is_dir and not disk_names.is_ours(entry.name):
+        if entry.is_dir and entry.name != "lost+found" and not disk_names.is_ours(entry.name):
             yield os.path.join(root, entry.name)
 
 

@@ -147,7 +147,10 @@ class LeaseWatch:
         return frozenset(tag for tag in tags if tag is not None)
 
     def _tag(self, storage: Storage, path: str, name: str, now: float) -> str | None:
-        data = storage.read_small(path, _LIMIT_BYTES)
+        try:
+            data = storage.read_small(path, _LIMIT_BYTES)
+        except StorageError:  # a directory, a pipe, more than a lease: damaged like any other, and stale in time
+            data = b""
         if data is None:
             return None
         known, since = self._seen.get(name, (None, now))

@@ -150,11 +150,20 @@ def _tombstones(storage: Storage, folder: str, manifest: Manifest) -> dict[str, 
         name = disk_names.parse_tombstone(entry.name)
         if name is not None and name.node == manifest.node:
             path = os.path.join(folder, entry.name)
-            with contextlib.suppress(Corrupt):
-                older = read_manifest_at(storage, path)
-                if older is not None and older.attempt != manifest.attempt:
-                    found[path] = older
+            older = buried(storage, path)
+            if older is not None and older.attempt != manifest.attempt:
+                found[path] = older
     return found
+
+
+def buried(storage: Storage, path: str) -> Manifest | None:
+    """The manifest in a tombstone; None if it is gone, damaged, or another's than its name says."""
+    try:
+        older = read_manifest_at(storage, path)
+    except Corrupt:
+        return None
+    own = older is not None and disk_names.tombstone(older.attempt.id, older.node) == os.path.basename(path)
+    return older if own else None
 
 
 def _install(storage: Storage, copy: str, plain: str) -> None:

@@ -17,7 +17,7 @@ from ckpt_engine.disk_names import AttemptName
 from ckpt_engine.errors import Corrupt, StorageError
 from ckpt_engine.listing import in_tag, list_committed, paths_of, read_manifest_at, tag_dirs
 from ckpt_engine.manifest import Attempt, Committed, Manifest
-from ckpt_engine.settle import names_of_peers, parents_of, roll_forward
+from ckpt_engine.settle import buried, names_of_peers, parents_of, roll_forward
 from ckpt_engine.storage.base import Storage, remove_tree
 
 
@@ -99,7 +99,8 @@ class _Sweep:
         for entry in self.storage.list_dir(self.root):
             path = os.path.join(self.root, entry.name)
             if (disk_names.parse_lease(entry.name) and self.is_old(path)) or self._is_past_offer(path, entry.name):
-                self._unlink(path)
+                with contextlib.suppress(StorageError):  # a directory in its place
+                    self._unlink(path)
         self._temps(self.root)
         for folder in tag_dirs(self.storage, self.root):
             with contextlib.suppress(StorageError):  # one directory in trouble does not keep the others
@@ -185,10 +186,7 @@ def _is_still(storage: Storage, path: str, manifest: Manifest) -> bool:
 
 def _bury(storage: Storage, folder: str, grave: str) -> Removal:
     """Remove the files a tombstone names, the attempt's directory, the tombstone, and the directory if it is empty."""
-    try:
-        manifest = read_manifest_at(storage, grave)
-    except Corrupt:
-        manifest = None
+    manifest = buried(storage, grave)
     done = manifest is None or _remove_files(storage, folder, manifest)
     if manifest is not None and done:
         storage.unlink(grave)

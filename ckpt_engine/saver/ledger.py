@@ -47,7 +47,7 @@ class Ledger:
 
     def is_published(self, header: Header) -> bool:
         """True if a manifest names this attempt already: a redo after a saver's death. In the writer's thread."""
-        found = listing.read_manifest(self._storage, header.commit_dir, node_of(header))
+        found = listing.manifest_or_none(self._storage, header.commit_dir, node_of(header))
         return found is not None and found.attempt == header.attempt
 
     def claim(self, header: Header) -> None:
@@ -75,14 +75,18 @@ class Ledger:
                 name = disk_names.parse_attempt_dir(entry.name)
                 if name is None or name.run != run:
                     continue
-                manifest = listing.read_manifest(self._storage, folder, name.node)
+                manifest = listing.manifest_or_none(self._storage, folder, name.node)
                 if manifest is not None and manifest.attempt.order >= name.order:
                     continue
                 for path in self._storage.list_dir(f"{folder}/{entry.name}"):
                     if disk_names.is_record(path.name) and path.name.startswith(".shard-"):
                         with contextlib.suppress(CkptError):
                             full = f"{folder}/{entry.name}/{path.name}"
-                            yield ShardRecord.from_bytes(self._storage.read_small(full, MAX_RECORD_BYTES) or b"", full)
+                            data = self._storage.read_small(full, MAX_RECORD_BYTES)
+                            record = ShardRecord.from_bytes(data or b"", full)
+                            own = disk_names.shard_record(record.rank)
+                            if commit.attempt_path(root, record.attempt, own, node=record.local_node) == full:
+                                yield record  # else somebody moved it here from another attempt
 
     def retain(self, header: Header, waiting: Collection[Attempt], open_: Callable[[Attempt], bool]) -> None:
         """Retention and sweep after ``latest``; not in another's directory; never fatal.
