@@ -76,7 +76,13 @@ def agree_on_run(
         return max(known), secrets.token_hex(8), int(time.time())
 
     told = together(group, look)
-    return RunClaim(1 + max(highest for highest, _, _ in told), told[0][1], resumed_from, group.world, told[0][2])
+    highest = max(known for known, _, _ in told)
+    if highest >= 2**63 - 1:
+        raise ConfigError(
+            f"there is no generation after {highest}, which a name in {root} claims: remove .run-{highest}, or what "
+            "else has this number in its name"
+        )
+    return RunClaim(1 + highest, told[0][1], resumed_from, group.world, told[0][2])
 
 
 def agree_on_confirmed(storage: Storage, group: Group, place: Place, root: str) -> Order | None:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 ROOT_ID = ".ckpt-root"
 LATEST = "latest"
+MAX_DEPTH = 32
+"""Parts of a file name; a name that is all slashes would cost its square."""
 
 _NUMBER = r"(0|[1-9][0-9]{0,18})"
 _NODE = r"(?:-node([0-9]{4,18}))?"
@@ -134,7 +136,10 @@ def check_file_name(name: str) -> None:
     """Raise ValueError unless ``name`` is a relative posix path that stays inside its directory and is not ours."""
     if len(os.fsencode(name)) > 4096:
         raise ValueError("file name longer than 4096 bytes")
-    for part in name.split("/"):
+    parts = name.split("/")
+    if len(parts) > MAX_DEPTH:
+        raise ValueError(f"file name with more than {MAX_DEPTH} parts")
+    for part in parts:
         _check_part(part, name)
 
 

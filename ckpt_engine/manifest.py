@@ -11,6 +11,8 @@ from ckpt_engine.record import Record, digest_of, require
 
 LAYOUTS = ("shared", "node-local")
 ORIGINS = ("shard", "external", "tool")
+MAX_WORLD = 1 << 20
+"""More ranks than there are: what a reader loops over has a bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +284,7 @@ def _require_run(run: str) -> None:
 
 def _require_node(node: int, nodes: int, world: int, layout: str) -> None:
     require(layout in LAYOUTS, f"layout {layout!r:.40} is unknown")
-    require(node < nodes <= world, f"node {node} of {nodes} with {world} ranks")
+    require(node < nodes <= world <= MAX_WORLD, f"node {node} of {nodes} with {world} ranks")
 
 
 def _require_ascending(ranks: Iterable[int], world: int) -> None:
@@ -294,10 +296,10 @@ def _require_ascending(ranks: Iterable[int], world: int) -> None:
 
 def _require_distinct_files(files: Iterable[FileEntry]) -> None:
     names: set[str] = set()
-    parents: set[str] = set()
     for entry in files:
-        require(entry.name not in names, f"{entry.name!r} is written twice")
+        require(entry.name not in names, f"{entry.name!r:.200} is written twice")
         names.add(entry.name)
-        parts = entry.name.split("/")
-        parents.update("/".join(parts[:depth]) for depth in range(1, len(parts)))
-    require(not names & parents, f"{sorted(names & parents)[:1]} is both a file and a directory")
+    for name in names:
+        parent = name
+        while parent := parent.rpartition("/")[0]:
+            require(parent not in names, f"{parent!r:.200} is both a file and a directory")
