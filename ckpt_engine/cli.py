@@ -93,17 +93,23 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _gc(args: argparse.Namespace) -> int:
     from ckpt_engine import locks, messages, shm
+    from ckpt_engine.errors import ConfigError
     from ckpt_engine.names import Names
     from ckpt_engine.slots import Slot
 
     left = 0
     for hash_ in _hashes():
         names = Names(hash_)
-        alive = names.run_dir.is_dir() and any(
+        ours = names.run_dir.is_dir() and names.run_dir.lstat().st_uid == os.geteuid()
+        alive = ours and any(
             locks.holder(path) is not None for path in (names.saver_lock, *names.rank_locks().values())
         )
         for segment in names.segments():
-            slot = Slot.open(segment)
+            try:
+                slot = Slot.open(segment)
+            except ConfigError as error:  # what another user put there is not ours to list or remove
+                _say(f"foreign  {error}")
+                continue
             found = slot.snapshot() if slot is not None else None
             what = "nothing restorable"
             if found is not None:
@@ -118,7 +124,8 @@ def _gc(args: argparse.Namespace) -> int:
             messages.unlink(names.events_queue)
             for local_rank in range(64):
                 messages.unlink(names.notify_queue(local_rank))
-            shutil.rmtree(names.run_dir, ignore_errors=True)
+            if ours:
+                shutil.rmtree(names.run_dir, ignore_errors=True)
     if left and not args.delete:
         _say("dead ones wait for a restart of their job; 'ckpt-engine gc --delete' removes them")
     return 0

@@ -28,7 +28,7 @@ from ckpt_engine.errors import CkptError, ConfigError, RestoreError, WorldMismat
 from ckpt_engine.events import log, warn_once
 from ckpt_engine.group import together
 from ckpt_engine.handles import Handle, Published, Staged
-from ckpt_engine.integrations.deepspeed_shim import Loading, Shim, Transaction, placeholders
+from ckpt_engine.integrations.deepspeed_shim import Loading, Shim, Transaction, placeholders, tag_in
 from ckpt_engine.manifest import Committed, FileEntry
 from ckpt_engine.restore import RestoreReport
 from ckpt_engine.retention import Retention
@@ -259,7 +259,7 @@ class DeepSpeedCheckpointer:
         )
 
     def _named_by(self, latest: Path) -> str:
-        return latest.read_text().strip() if self._core.place.leader and latest.is_file() else ""
+        return tag_in(self._core.storage, str(latest)) if self._core.place.leader else ""
 
     def _load_checkpoint(self, load_dir: str, tag: Any = None, *arguments: Any, **options: Any) -> Any:
         """``engine.load_checkpoint`` of any caller: waits for saves in flight, verifies what has a manifest."""

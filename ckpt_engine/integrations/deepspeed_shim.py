@@ -10,11 +10,12 @@ from typing import Any
 
 from ckpt_engine import image
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.errors import ConfigError
+from ckpt_engine.errors import ConfigError, RestoreError
 from ckpt_engine.events import log
 from ckpt_engine.plain import read_with
 from ckpt_engine.source import Source
 from ckpt_engine.staging import Blob, Planned
+from ckpt_engine.storage.base import Storage
 
 _TOOLS = ("zero_to_fp32.py", "zero_to_torch.py")
 
@@ -107,6 +108,17 @@ class Shim:
 
     def preserves_storage_sharing(self) -> bool:
         return False  # an image cuts every storage to what is referenced: DeepSpeed need not clone first
+
+
+def tag_in(storage: Storage, latest: str) -> str:
+    """What the file ``latest`` names, "" if it is not there; a hint, that others may write.
+
+    Raises StorageError for what is no small file, RestoreError for what leads out of its directory.
+    """
+    tag = os.fsdecode(storage.read_small(latest, 4096) or b"").strip()
+    if os.path.isabs(tag) or ".." in tag.split("/") or "\0" in tag:
+        raise RestoreError(f"{latest} names {tag!r:.200}, which is not in its directory")
+    return tag
 
 
 def name_below(folder: str, path: str) -> str:
