@@ -156,7 +156,9 @@ class Link:
 
     def saver(self) -> SaverPage | None:
         """What the live saver says about itself; None if no process holds its lock."""
-        pid = locks.holder(self.names.saver_lock)
+        child, pid = self._child, locks.holder(self.names.saver_lock)
+        if child is not None:
+            child.poll()  # a dead one does not stay a zombie
         if pid is None:
             return None
         record = self.outcomes()

@@ -183,6 +183,41 @@ def test_the_end_of_the_interpreter_is_not_a_goodbye(lab: Lab) -> None:
     leave([again])
 
 
+@pytest.mark.parametrize("how", ["return", "kill"])
+def test_a_trainer_that_ends_right_after_its_last_save_leaves_it_committed_and_nothing_else(lab: Lab, how: str) -> None:
+    """B08: the saver is its own session and finishes what was accepted."""
+    (rank,) = ready([lab.rank(obeys, env=faults("persist:started:1:delay=1"))])
+    assert do(rank, "storage", step=9)["seconds"] < 0.9
+    if how == "kill":
+        rank.kill()
+    else:
+        rank.tell("do", verb="exit")
+        rank.end()
+    assert not Path(lab.root, "global_step9", "MANIFEST.json").exists()
+    until(lambda: not lab.savers() and not lab.left(), 10, lab.saver_log())
+    assert Path(lab.root, "global_step9", "MANIFEST.json").exists()
+
+
+def test_a_restart_within_linger_is_served_by_the_same_saver_and_killed_savers_leave_no_zombies(lab: Lab) -> None:
+    (rank,) = ready([lab.rank(obeys, {"saver": {"linger_s": 30.0}})])
+    do(rank, "memory", step=1)
+    saver = lab.saver()
+    rank.kill()
+    (rank,) = ready([lab.rank(obeys)])
+    assert lab.saver() == saver and saver
+    assert do(rank, "restore")["step"] == 1
+    for step in range(2, 7):
+        saver = lab.saver()
+        assert saver
+        os.kill(saver, signal.SIGKILL)
+        do(rank, "storage", step=step)
+        assert do(rank, "result", step=step)["error"] == ""
+    children = Path(f"/proc/{rank.pid}/task/{rank.pid}/children")
+    if children.exists():
+        assert all(alive(int(pid)) for pid in children.read_text().split())
+    leave([rank])
+
+
 def test_a_worker_forked_from_a_rank_does_not_keep_it_alive(lab: Lab) -> None:
     (rank,) = ready([lab.rank(obeys)])
     do(rank, "memory", step=3)
