@@ -1,4 +1,4 @@
-"""What all ranks agree on before the first save: the id of the root, and the number and name of the run."""
+"""What ranks agree on before the first save: the id of the root, number and name of the run, and what it leaves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterable
 
 from ckpt_engine import listing, runs
+from ckpt_engine.buffers import Buffers
 from ckpt_engine.errors import CkptError, ConfigError, StorageError
+from ckpt_engine.events import log
 from ckpt_engine.group import Group, Place, together
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.slots import Header
-from ckpt_engine.states import Order
+from ckpt_engine.states import LEASED, Order, State
 from ckpt_engine.storage.base import Storage
 from ckpt_engine.waits import Deadline, until
 
@@ -95,6 +97,21 @@ def agree_on_confirmed(storage: Storage, group: Group, place: Place, root: str) 
         except CkptError:  # nothing is confirmed, so nothing is removed
             mine = (0, 0)
     return min((order for order in group.gather(mine) if order is not None), default=None)
+
+
+def leave_other_lines(storage: Storage, root: str, buffers: Buffers, claim: RunClaim) -> None:
+    """Before the first fill of a run: free this rank's slots of what it did not resume from (invariant 9)."""
+    held = [found[1].claim for slot in buffers.node_slots() if (found := slot.snapshot())]
+    known = (*held, claim)
+    try:
+        known = (*runs.read_runs(storage, root), *known)
+    except StorageError as error:  # a memory save does not depend on the disk; the saver looks again
+        log.warning("cannot tell which snapshots were abandoned, those in the saver's hands stay: %s", error)
+
+    def unwanted(header: Header, state: State) -> bool:
+        return runs.left_behind(header.attempt, claim, known, leased=state in LEASED)
+
+    buffers.drop(unwanted)
 
 
 def _shows(storage: Storage, root: str, root_id: str) -> bool:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ckpt_engine import image, runs
-from ckpt_engine.agreement import agree_on_confirmed, agree_on_root, agree_on_run
+from ckpt_engine import image
+from ckpt_engine.agreement import agree_on_confirmed, agree_on_root, agree_on_run, leave_other_lines
 from ckpt_engine.buffers import Buffers, Lease, seal
 from ckpt_engine.config import Options, copy_threads, hook_from_environment, require_linux, whole
-from ckpt_engine.errors import CkptError, ConfigError, Corrupt, RestoreError, StorageError
+from ckpt_engine.errors import CkptError, ConfigError, Corrupt, RestoreError, StagingError, StorageError
 from ckpt_engine.events import log, span
 from ckpt_engine.group import Group, meet, my_node, places, together
 from ckpt_engine.handles import Destination, Handle, Outbox, Published, Staged
@@ -24,11 +24,11 @@ from ckpt_engine.link import Link
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.names import names_for
 from ckpt_engine.reading import Reading
-from ckpt_engine.restore import RestoreReport, Wants, candidates, choose, look, nothing_usable
+from ckpt_engine.restore import How, RestoreReport, Wants, candidates, choose, look, take
 from ckpt_engine.slots import Header
 from ckpt_engine.source import Candidate, Share, Source
 from ckpt_engine.staging import Planned, fill, space
-from ckpt_engine.states import LEASED, Order, State
+from ckpt_engine.states import Order, State
 from ckpt_engine.storage.base import make_dirs
 from ckpt_engine.storage.posix import PosixStorage
 from ckpt_engine.waits import Deadline
@@ -68,6 +68,7 @@ class Checkpointer:
         self._outbox = Outbox()
         self._seq = 0
         self._saved = False
+        self._busy = False
         self._confirmed: Order | None = None
         self._closed = False
         try:
@@ -87,6 +88,8 @@ class Checkpointer:
         """
         self._require_open()
         self._seq += 1
+        if self.options.when_busy == "skip":  # what all ranks exchange comes first: from here on one may fail alone
+            self._busy = any(together(self.group, self.buffers.busy, StagingError))
         if self.options.layout == "node-local" and storage:
             self._confirmed = agree_on_confirmed(self.storage, self.group, self.place, self.root)
         try:
@@ -99,7 +102,7 @@ class Checkpointer:
         parent = os.path.realpath(directory) if directory else self.root
         entry = Entry(attempt, os.path.join(parent, attempt.tag), storage, time.monotonic())
         if not self._saved:
-            self._leave_other_lines()
+            leave_other_lines(self.storage, self.root, self.buffers, self.claim)
         self.link.say(
             entered=attempt.order, label=self._header(entry, ()).pack(), outcome="filling", reason="", errno=0
         )
@@ -187,20 +190,16 @@ class Checkpointer:
             return Planned(image.plan(state, name, self._caches.setdefault(name, image.PlanCache())), origin)
 
     def busy_anywhere(self) -> bool:
-        """True if some rank would have to wait for a buffer; one tiny exchange among all ranks."""
-        return any(self.group.gather(self.buffers.busy()))
-
-    def skipped(self, entry: Entry) -> Staged:
-        """The record of a save that all ranks left out."""
-        self.fail(entry, CkptError("skipped: a buffer was busy"))
-        log.info("save of step %d skipped: a buffer was busy", entry.attempt.step)
-        return Staged(entry.attempt.step, entry.attempt, skipped=True)
+        """True if some rank would have had to wait for a buffer when this save was entered (``when_busy="skip"``)."""
+        return self._busy
 
     def skipped_handle(self, entry: Entry) -> Handle:
-        handle = self._handle(self.skipped(entry), entry.commit_dir)
-        handle.fail(
-            CkptError(f"step {entry.attempt.step} was skipped on all ranks: a buffer was busy (when_busy='skip')")
-        )
+        """The handle of a save that all ranks left out."""
+        error = CkptError(f"step {entry.attempt.step} was skipped on all ranks: a buffer was busy (when_busy='skip')")
+        self.fail(entry, error)
+        log.info("%s", error)
+        handle = self._handle(Staged(entry.attempt.step, entry.attempt, skipped=True), entry.commit_dir)
+        handle.fail(error)
         handle.reported = True
         return handle
 
@@ -256,39 +255,20 @@ class Checkpointer:
 
         with span("restore", step=step) as said:
             facts = together(self.group, ask, RestoreError)
-            choice = candidates(facts, self.root_id, layout)
             share = Share(self.group, self.place, self.link.names)
-            source: Source | None = None
-            loaded: dict[str, Any] = {}
+            how = How(self._open_source, wants, share, load)
             try:
-                source, tried = choose(self.group, self.place, choice.candidates, self._open_source, wants, share)
-                if source is None:
-                    nothing_usable(self.root, facts, choice, tried)
-                    report = RestoreReport(0, None)
-                else:
-                    read = source
-                    # Nobody goes on, and fills a slot, before everybody has read.
-                    together(self.group, lambda: loaded.update(load(read)), RestoreError)
-                    attempt = source.candidate.attempt
-                    report = RestoreReport(attempt.step, source.candidate.source, attempt, attempt.tag, loaded)
+                report = take(self.group, self.place, self.root, facts, candidates(facts, self.root_id, layout), how)
             finally:
-                if source is not None:
-                    source.close()
                 share.remove()
-            report = replace(
-                report,
-                skipped=(*choice.damaged, *tried, *choice.newer_than(report.attempt)),
-                unmanaged=tuple(dict.fromkeys(tag for fact in facts for tag in fact.unmanaged)),
-                verified_bytes=source.verified_bytes if source is not None else 0,
-            )
             said |= {"step": report.step, "source": report.source, "skipped": len(report.skipped)}
             self.claim = self._new_run(report.attempt)
         return report
 
     def open_verified(self, candidate: Candidate, wants: Wants) -> Source:
         """``candidate``, whose files every rank has verified. Collective. Raises Corrupt on all ranks alike."""
-        share = Share(self.group, self.place, self.link.names)
-        source, skipped = choose(self.group, self.place, [candidate], self._open_source, wants, share)
+        how = How(self._open_source, wants, Share(self.group, self.place, self.link.names))
+        source, skipped = choose(self.group, self.place, [candidate], how)
         if source is None:
             reason = skipped[0].reason
             raise Corrupt(f"{candidate.attempt.tag}: {reason}", path=candidate.attempt.tag, want="intact", got=reason)
@@ -300,9 +280,9 @@ class Checkpointer:
 
     def _open_source(self, candidate: Candidate) -> Source:
         source = Source(candidate, self.place, self.buffers.node_slots(), self.storage, self._threads)
-        if candidate.committed and self.place.reads_root(self.options.layout):
-            folder, tag = os.path.split(candidate.committed[0].commit_dir)
-            source.lease = Reading(self.storage, folder, tag)
+        folder = candidate.folder_on(self.place.node)
+        if folder is not None and self.place.reads_root(self.options.layout):
+            source.lease = Reading(self.storage, *os.path.split(folder))
         return source
 
     def _new_run(self, resumed_from: Attempt | None) -> RunClaim:
@@ -312,20 +292,6 @@ class Checkpointer:
         self._saved = False
         self.link.say(generation=claim.generation, run=claim.run)
         return claim
-
-    def _leave_other_lines(self) -> None:
-        """Before the first fill of a run: free what is not the attempt we resumed from (invariant 9)."""
-        held = [found[1].claim for slot in self.buffers.node_slots() if (found := slot.snapshot())]
-        known = (*held, self.claim)
-        try:
-            known = (*runs.read_runs(self.storage, self.root), *known)
-        except StorageError as error:  # a memory save does not depend on the disk; the saver looks again
-            log.warning("cannot tell which snapshots were abandoned, those in the saver's hands stay: %s", error)
-
-        def unwanted(header: Header, state: State) -> bool:
-            return runs.left_behind(header.attempt, self.claim, known, leased=state in LEASED)
-
-        self.buffers.drop(unwanted)
 
     # -- close ---------------------------------------------------------------------------------------------------
 

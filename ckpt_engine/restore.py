@@ -7,22 +7,35 @@ damage anywhere moves everybody to the next older candidate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_engine import listing, runs
 from ckpt_engine.agreement import NFS_STALE_S
-from ckpt_engine.errors import ConfigError, Corrupt, NotFound, WorldMismatch
+from ckpt_engine.errors import ConfigError, Corrupt, NotFound, RestoreError, WorldMismatch
 from ckpt_engine.events import log, span
-from ckpt_engine.group import Group, Place
+from ckpt_engine.group import Group, Place, together
 from ckpt_engine.manifest import Attempt, Committed, FileEntry, RunClaim
 from ckpt_engine.slots import Slot
-from ckpt_engine.source import Candidate, Held, Opener, Share, Source
+from ckpt_engine.source import Candidate, Held, Share, Source
 from ckpt_engine.storage.base import Storage
 
 Wants = Callable[[Sequence[tuple[int, FileEntry]]], tuple[Iterable[str], Iterable[str]]]
 """(rank, file) of all files of an attempt → the names this rank verifies and keeps, and those it may read later."""
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How one rank reads: opens a candidate, says what it wants of it, and shares memory with its node; then loads.
+
+    ``load(source)`` reads with ``Source.fetch`` and must not communicate on its own account.
+    """
+
+    open_source: Callable[[Candidate], Source]
+    wants: Wants
+    share: Share
+    load: Callable[[Source], Mapping[str, Any]] = lambda source: {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +194,37 @@ def _whole(
     return not missing
 
 
+def take(
+    group: Group,
+    place: Place,
+    root: str,
+    facts: Sequence[Facts],
+    choice: Choice,
+    how: How,
+) -> RestoreReport:
+    """The report of what all ranks chose, verified and loaded. Collective; an error on one rank is one on all."""
+    source, tried = choose(group, place, choice.candidates, how)
+    report = RestoreReport(0, None)
+    if source is None:
+        nothing_usable(root, facts, choice, tried)
+    else:
+        chosen, loaded = source, dict[str, Any]()
+        try:  # nobody goes on, and fills a slot, before everybody has read
+            together(group, lambda: loaded.update(how.load(chosen)), RestoreError)
+        finally:
+            source.close()
+        attempt = source.candidate.attempt
+        report = RestoreReport(attempt.step, source.candidate.source, attempt, attempt.tag, loaded)
+        report = replace(report, verified_bytes=source.verified_bytes)
+    return replace(
+        report,
+        skipped=(*choice.damaged, *tried, *choice.newer_than(report.attempt)),
+        unmanaged=tuple(dict.fromkeys(tag for fact in facts for tag in fact.unmanaged)),
+    )
+
+
 def choose(
-    group: Group, place: Place, found: Sequence[Candidate], open_source: Opener, wants: Wants, share: Share
+    group: Group, place: Place, found: Sequence[Candidate], how: How
 ) -> tuple[Source | None, tuple[Skipped, ...]]:
     """The first candidate that every rank verified, opened; None if there is none. Collective.
 
@@ -198,7 +240,7 @@ def choose(
                 got=group.world,
             )
         with span("verify", step=candidate.attempt.step, source=candidate.source) as facts:
-            source, problems = _try(group, place, candidate, open_source, wants, share)
+            source, problems = _try(group, place, candidate, how)
             facts["problems"] = len(problems)
         if source is not None and not problems:
             return source, tuple(skipped)
@@ -210,17 +252,15 @@ def choose(
     return None, tuple(skipped)
 
 
-def _try(
-    group: Group, place: Place, candidate: Candidate, open_source: Opener, wants: Wants, share: Share
-) -> tuple[Source | None, list[str]]:
+def _try(group: Group, place: Place, candidate: Candidate, how: How) -> tuple[Source | None, list[str]]:
     """One candidate on all ranks; the problems of all ranks. Each gather is reached by every rank, come what may."""
     source: Source | None = None
     mine: list[str] = []
     plan: tuple[set[tuple[int, str]], set[str]] = (set(), set())
     problem = ""
     try:
-        source = open_source(candidate)
-        verified, later = wants(candidate.files)
+        source = how.open_source(candidate)
+        verified, later = how.wants(candidate.files)
         mine = sorted(set(verified))
         plan = (source.lacks({*mine, *later}), source.absent() if place.rank == 0 else set())
     except Exception as error:  # all ranks are told, below
@@ -231,7 +271,7 @@ def _try(
         return source, problems
     gone = told[0][3]  # rank 0 listed the storage: what it does not see either will not show up
     try:
-        source.exchange(group, [(key, node) for _, node, keys, _ in told for key in keys], share)
+        source.exchange(group, [(key, node) for _, node, keys, _ in told for key in keys], how.share)
     except Exception as error:  # all ranks are told, below
         problem = f"{type(error).__name__}: {error}"
     group.gather(())  # every file is complete before anybody reads one

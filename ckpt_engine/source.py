@@ -9,7 +9,7 @@ import mmap
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,11 @@ class Candidate:
 
     def names(self) -> list[str]:
         return [entry.name for _, entry in self.files]
+
+    def folder_on(self, node: int) -> str | None:
+        """The commit directory that ``node`` reads from; None if it reads no storage for this."""
+        seen = zip(self.committed, self.readers or [frozenset({node})] * len(self.committed), strict=True)
+        return next((one.commit_dir for one, nodes in seen if node in nodes), None)
 
     def nodes_of(self, key: Key) -> frozenset[int] | None:
         """The nodes on which this file can be read; None = all."""
@@ -233,9 +238,6 @@ class Share:
     def remove(self) -> None:
         if self._leader:
             shutil.rmtree(self._path, ignore_errors=True)
-
-
-Opener = Callable[[Candidate], Source]
 
 
 def _has(one: Committed, key: Key) -> bool:
