@@ -57,6 +57,22 @@ def test_ranks_that_moved_get_their_files_from_the_other_nodes_directory(lab: La
     team.leave()
 
 
+def test_each_node_holds_a_lease_in_its_own_directory_while_it_reads(lab: Lab) -> None:
+    roots = _roots(lab)
+    team = Team(lab, "ab", roots=roots, **LOCAL).open()
+    team.commit(1)
+    team.leave()
+    faults(lab, {"who": "rank", "verb": "read_into", "hold": True})
+    team = Team(lab, "ab", roots=roots, **LOCAL).open()
+    team.tell([0, 1], "restore")
+    for root in roots.values():
+        until(lambda: [name for name in os.listdir(root) if name.startswith(".reading-")], 10)  # noqa: B023
+    assert all(len([n for n in os.listdir(root) if n.startswith(".reading-")]) == 1 for root in roots.values())
+    faults(lab)
+    assert [team.hear(rank)["step"] for rank in (0, 1)] == [1, 1]
+    team.leave()
+
+
 def test_damage_on_one_node_takes_all_nodes_to_the_older_checkpoint(lab: Lab) -> None:
     roots = _roots(lab)
     team = Team(lab, "ab", roots=roots, **LOCAL).open()
