@@ -218,6 +218,36 @@ def test_signatures_relative_directories_and_positional_arguments(lab: Lab) -> N
     team.leave()
 
 
+def scene_two_engines(rank: Member, first: bool) -> dict[str, Any]:
+    """An actor and a critic, each attached to a root of its own."""
+    found, engines = {}, {}
+    for name, stage in (("actor", 1), ("critic", 3)):
+        rank.engine = rank.ckpt = None
+        rank.build(stage=stage)
+        rank.attach(root=os.path.join(rank.me.dir, name))
+        engines[name] = rank.engine, rank.ckpt
+    for name, (rank.engine, rank.ckpt) in engines.items():
+        if first:
+            rank.train(0, 2 if name == "actor" else 3)
+            rank.ckpt.save_to_storage(rank.engine.global_steps)
+        else:
+            found[name] = rank.restore()["step"]
+        found[name + " digest"] = rank.digest()["digest"]
+    for _, ckpt in engines.values():
+        ckpt.close()
+    return found
+
+
+def test_two_engines_of_one_process_do_not_meet(lab: Lab) -> None:
+    team = Team(lab)
+    before = team.run(scene_two_engines, first=True)
+    team.end()
+    team = Team(lab)
+    after = team.run(scene_two_engines, first=False)
+    team.end()
+    assert after == [{"actor": 2, "critic": 3, **digests} for digests in before]
+
+
 def test_checkpoints_of_deepspeed_are_restored_kept_and_continued_and_ours_by_deepspeed(lab: Lab) -> None:
     how = {"stage": 1, "dtype": "bf16"}
     stock = Team(lab, stock=True)

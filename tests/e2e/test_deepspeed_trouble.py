@@ -52,6 +52,37 @@ def test_a_leaf_that_cannot_be_pickled_fails_that_rank_by_its_path_and_the_attem
     team.leave()
 
 
+def scene_out_of_memory(rank: Member) -> dict[str, Any]:
+    """Rank 1 has no memory left to plan its second file."""
+    plan, planned = rank.ckpt._core.plan, []
+
+    def fails(name: str, state: Any) -> Any:
+        planned.append(name)
+        if rank.me.rank == 1 and len(planned) == 2:
+            raise MemoryError("no memory for a plan")
+        return plan(name, state)
+
+    rank.ckpt._core.plan = fails
+    try:
+        return rank.save(2, storage=True)
+    except MemoryError:
+        return {"refused": planned[1:]}
+    finally:
+        rank.ckpt._core.plan = plan
+
+
+def test_an_error_that_is_none_of_ours_on_one_rank_leaves_nobody_in_a_barrier(lab: Lab) -> None:
+    team = Team(lab).start(stage=3)
+    team.ok("train", first=0, last=2)
+    answers = team.run(scene_out_of_memory)
+    assert answers[0]["step"] == 2 and len(answers[1]["refused"]) == 1
+    team.tell(0, "result", step=2)
+    assert team.hear(0)["error"] == "AttemptFailed"
+    team.commit(3)
+    assert committed(lab.root) == {"global_step3": 3}
+    team.leave()
+
+
 def test_a_step_that_is_no_number_on_one_rank_fails_there_and_the_others_go_on(lab: Lab) -> None:
     team = Team(lab).start(stage=1, options={"when_busy": "skip"})
     team.ok("train", first=0, last=2)
