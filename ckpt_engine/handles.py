@@ -132,8 +132,8 @@ class Handle:
 
     def _failed(self, outcome: Outcome) -> CkptError:
         error = error_of(outcome, self.staged.attempt)
-        if isinstance(error, CommitTimeout) and not error.missing_ranks:  # told by another node
-            error.missing_ranks = self._destination.missing(self.staged.attempt)
+        if isinstance(error, CommitTimeout):  # a saver knows the missing nodes; the disk knows the ranks
+            error.missing_ranks = self._destination.missing(self.staged.attempt) or error.missing_ranks
         return error
 
     def _published(self) -> Published:

@@ -1,9 +1,9 @@
-"""Shard records → receipt → publish → latest → retention. One thread, attempts strictly in order.
+"""Shard records → receipt → publish → latest → retention. One thread, receipts strictly in order.
 
 An attempt is *pending* from its first durable or failed shard on this node to its outcome. When every rank of the
 node has a shard record, the receipt is written; then this saver, like every other, looks for the receipts of all
-nodes until it can publish, or finds a manifest, a failure, a newer run or the deadline. The order matters: a node
-writes the receipt of its next attempt only after this one has an outcome, so nobody publishes behind a newer one.
+nodes until it can publish, or finds a manifest, a failure, a newer run or the deadline. An attempt that waits for
+another node, where a rank may never have entered it, keeps none of those that follow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt_engine.errors import Cancelled, CkptError, CommitTimeout, PersistError
 from ckpt_engine.events import log, span
 from ckpt_engine.manifest import Attempt, Failure, Receipt, ShardRecord
 from ckpt_engine.saver.ledger import Ledger
-from ckpt_engine.saver.outcomes import failure_of, node_of, outcome_from, outcome_of, parent_of
+from ckpt_engine.saver.outcomes import failure_of, node_of, outcome_from, outcome_of, parent_of, refusal
 from ckpt_engine.slots import Header
 from ckpt_engine.storage.base import Storage
 from ckpt_engine.waits import Deadline
@@ -167,7 +167,7 @@ class Committer(threading.Thread):
             self._wake.clear()
 
     def _pass(self) -> bool:
-        """One look at every question and at the oldest attempt that can go on; True if something ended."""
+        """One look at every question and, oldest first, at what can go on until something ends; True if it did."""
         with self._mutex:
             questions = list(self._questions)
             ready = sorted((p for p in self._pending.values() if p.actionable()), key=lambda p: p.attempt.order)
@@ -176,16 +176,19 @@ class Committer(threading.Thread):
             with self._mutex:
                 self._questions = [q for q in self._questions if q not in answered]
             self._tell_answered()
-        if not ready:
-            return bool(answered)
-        try:
-            outcome = self._step(ready[0])
-        except Exception as defect:  # one attempt must not end, or block, the only committer
-            log.exception("defect while committing %s", ready[0].attempt.id)
-            outcome = self._fail(ready[0], Failure(ready[0].header.rank, f"defect: {type(defect).__name__}: {defect}"))
-        if outcome is not None:
-            self._end(ready[0], outcome)
-        return outcome is not None or bool(answered)
+        for pending in ready:
+            try:
+                outcome = self._step(pending)
+            except Exception as defect:  # one attempt must not end, or block, the only committer
+                log.exception("defect while committing %s", pending.attempt.id)
+                outcome = self._fail(
+                    pending, Failure(pending.header.rank, f"defect: {type(defect).__name__}: {defect}")
+                )
+            if outcome is not None:
+                self._end(pending, outcome)
+            if outcome is not None or not pending.receipted:
+                return outcome is not None or bool(answered)
+        return bool(answered)
 
     def _answered(self, question: Callable[[], bool]) -> bool:
         try:
@@ -267,10 +270,7 @@ class Committer(threading.Thread):
                 return None  # a peer's receipt of the first try: it tries again as we do
             return outcome_from(result.failure, header)
         if isinstance(result, commit.NotOnLine):
-            other = next((c for c in known if c.generation >= attempt.generation and c.run != attempt.run), None)
-            if other is not None and self._live_run(attempt.run):
-                raise StaleRun(f"run {other.run} (generation {other.generation}) took over this root", other=other.run)
-            raise Cancelled(f"{attempt.id} is not on the line of the newest run any more")
+            raise refusal(attempt, result.by, known, live=self._live_run(attempt.run))
         if any(claim.generation > attempt.generation for claim in known if claim.run != attempt.run):
             raise StaleRun("a newer run took over this root", other=str(max(c.generation for c in known)))
         if pending.deadline.expired():

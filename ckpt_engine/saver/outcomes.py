@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ckpt_engine import errors
 from ckpt_engine.control import Outcome
-from ckpt_engine.errors import CkptError
-from ckpt_engine.manifest import Failure
+from ckpt_engine.errors import Cancelled, CkptError, PersistError, StaleRun
+from ckpt_engine.manifest import Attempt, Failure, RunClaim
 from ckpt_engine.slots import Header
 
 
@@ -60,3 +62,12 @@ def outcome_of(error: CkptError, header: Header, status: str = "failed") -> Outc
         reason=str(error)[:300],
         missing=tuple(missing[:64]),
     )
+
+
+def refusal(attempt: Attempt, by: Attempt | None, known: Iterable[RunClaim], *, live: bool) -> PersistError:
+    """Why ``publish`` refused: (its run is ``live``) taken over, saved anew as ``by``, or given up by its own job."""
+    other = next((one for one in known if one.generation >= attempt.generation and one.run != attempt.run), None)
+    if live and other is not None:
+        return StaleRun(f"run {other.run} (generation {other.generation}) took over this root", other=other.run)
+    why = f"{by.id} is committed under its tag" if by else "it is not on the line of the newest run any more"
+    return Cancelled(f"{attempt.id} was given up: {why}")
