@@ -212,11 +212,13 @@ def test_memory_saves_touch_no_disk(lab: Lab) -> None:
 
 @pytest.mark.parametrize("options", [{"when_busy": "skip"}, {"layout": "node-local"}])
 def test_a_refused_save_on_one_rank_leaves_nobody_in_the_exchange_of_a_save(lab: Lab, options: dict[str, str]) -> None:
-    team = Team(lab, "ab", **options).open()
+    team = Team(lab, "ab", saver={"commit_s": 2.0}, **options).open()
     team.tell([0], "save", step=1, storage=True)
     team.tell([1], "save", step=-1, storage=True, empty=True)
     answers = [team.hear(rank) for rank in (0, 1)]
     assert answers[0]["step"] == 1 and answers[1]["error"] == "ConfigError"
     team.commit(2)
     assert team.restore()["step"] == 2
+    alone = team.one(0, "result", step=1)
+    assert alone.get("error") == (None if "layout" in options else "CommitTimeout"), alone
     team.leave()

@@ -69,6 +69,19 @@ def test_a_rank_that_never_saves_blocks_nobody_and_is_named(lab: Lab) -> None:
     team.leave()
 
 
+def test_a_save_that_one_node_never_entered_keeps_none_of_those_that_follow(lab: Lab) -> None:
+    team = Team(lab, "ab", saver={"commit_s": 60.0}).open()
+    team.one(0, "save", step=1, storage=True, tag="last")
+    team.one(1, "save", step=1, storage=False, tag="last")
+    for step in (2, 3):
+        team.commit(step)
+    team.commit(4, tag="last")
+    answer = team.one(0, "result", step=1)
+    assert answer["error"] == "Cancelled" and "committed under its tag" in answer["text"], answer
+    assert committed(lab.root) == [(4, "last"), (3, "global_step3"), (2, "global_step2")] and whole(lab.root)
+    team.leave()
+
+
 def test_only_rank_0_saves_and_returns_at_once(lab: Lab) -> None:
     team = Team(lab, "aabb").open()
     assert team.one(0, "save", step=7, storage=True)["seconds"] < 2
