@@ -162,8 +162,8 @@ def test_a_damaged_manifest_does_not_keep_its_tag_from_being_saved_anew(root: Ro
 
     flip(root.manifest(3))
     attempt = attempt_of(5, "tag3")
-    header = Header(attempt, claim_of(1), 0, 0, 1, 0, 1, (0,), "shared", str(root.path), f"{root.path}/tag3", None, None,
-                    True, ())  # fmt: skip
+    folder = str(root.path / "tag3")
+    header = Header(attempt, claim_of(1), 0, 0, 1, 0, 1, (0,), "shared", str(root.path), folder, None, None, True, ())
     ledger = Ledger(disk, SaverOptions(), lambda: ())
     assert not ledger.is_published(header)
     assert list(ledger.unpublished([header])), "shard records elsewhere were not found"
