@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 import json
 import os
@@ -174,6 +175,7 @@ def main(control: socket.socket, preload: list[str]) -> int:
 
     for name in preload:
         importlib.import_module(name)
+    gc.freeze()  # what was imported is never garbage: no rank looks through it, or copies it by doing so
     while True:
         data, fds, _, _ = socket.recv_fds(control, 1 << 16, 3)
         if not data:

@@ -26,14 +26,19 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 PRELOAD = (
     "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.moe.layer",
     "deepspeed.runtime.bf16_optimizer",
     "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.stage_1_and_2",
     "torch._dynamo",
+    "torch._dynamo.repro.after_dynamo",
     "torch._functorch.aot_autograd",
     "torch._inductor.compile_fx",
+    "torch._subclasses.schema_check_mode",
     "torch.utils.cpp_extension",
 )
 _ports = itertools.count(30000)
