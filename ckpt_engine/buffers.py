@@ -19,7 +19,7 @@ from ckpt_engine.link import Link
 from ckpt_engine.names import MAX_EDITION, SegmentName
 from ckpt_engine.slots import CANCEL, DATA_OFFSET, RETIRED, Header, Slot, open_all
 from ckpt_engine.states import LEASED, Order, State, Told, hopeless, newest_common, victim
-from ckpt_engine.waits import Deadline
+from ckpt_engine.waits import SLICE_S, Deadline
 
 _PEER_LOOK_S = 0.01
 """How often to look for what comes without a message."""
@@ -45,6 +45,7 @@ class Buffers:
         self._options = options
         self._local_world = local_world
         self._own: dict[SegmentName, Slot] = {}
+        self._editions: dict[int, int] = {}  # the last one of each slot: a name is never used again
         self._theirs: dict[SegmentName, Slot] = {}  # mapped only while it matters: mapped memory is not free memory
         self._pages: dict[int, Page] = {}
         self._populating: dict[SegmentName, _C.Populate] = {}
@@ -130,7 +131,8 @@ class Buffers:
         slots = self.mine()
         if len(slots) < self.count:
             index = min(set(range(self.count)) - {slot.name.slot for slot in slots})
-            return self._claimed(self._create(index, need_bytes)) if self._room_for(need_bytes) else None
+            new = self._grow(index, need_bytes)
+            return None if new is None else self._claimed(new)
         by_view = {slot.view(): slot for slot in slots}
         chosen = victim(list(by_view), self.kept(), self._hopeless)
         if chosen is None:
@@ -155,14 +157,29 @@ class Buffers:
         slot.clear_for_fill()
         return slot
 
+    def _grow(self, index: int, need_bytes: int) -> Slot | None:
+        """A new slot where the decided ones are not all there; checked and reserved one local rank after another.
+
+        None: not now, retired segments may still make room. Raises ShmFull.
+        """
+        self._let_go_of_peers()  # what we map of theirs is not free, even if they gave it up
+        lock = locks.lock_file(self._link.names.budget_lock)
+        if not lock.lock(Deadline(SLICE_S)):
+            return None
+        try:
+            return self._create(index, need_bytes) if self._room_for(need_bytes) else None
+        finally:
+            lock.unlock()
+
     def _create(self, index: int, need_bytes: int) -> Slot:
         """A new FREE slot (or a new edition of it), touched in the background."""
-        first = 1 + max((name.edition for name in self._own if name.slot == index), default=0)
-        for edition in range(first, MAX_EDITION):
+        last = max((name.edition for name in self._own if name.slot == index), default=0)
+        for edition in range(max(last, self._editions.get(index, 0)) + 1, MAX_EDITION):
             name = self._link.names.segment(self._link.local_rank, index, edition)
             with contextlib.suppress(FileExistsError):  # retired, torn, or another user's: the next one
-                slot = Slot.create(name, int(need_bytes * budget.GROWTH) + shm.PAGE)
+                slot = Slot.create(name, _segment_bytes(need_bytes) - DATA_OFFSET)
                 self._own[name] = slot
+                self._editions[index] = edition
                 self._populating[name] = _C.Populate(slot.memory, offset=DATA_OFFSET)
                 return slot
         raise StagingError(f"no free name for a slot after {name}: somebody fills /dev/shm with names like ours")
@@ -188,7 +205,7 @@ class Buffers:
     def _room_for(self, need_bytes: int) -> bool:
         """True if a larger edition fits now, False if retired ones may still make room. Raises ShmFull."""
         room = budget.room()
-        if room.free_bytes >= need_bytes * budget.GROWTH:
+        if room.free_bytes >= _segment_bytes(need_bytes):
             return True
         self._short = self._short or Deadline(_ROOM_S)
         if not self._short.expired():
@@ -209,11 +226,10 @@ class Buffers:
         try:
             count = self._decided_by_peer()
             held = sum(slot.capacity for slot in self.node_slots())
-            need = int(need_bytes * budget.GROWTH) + DATA_OFFSET + shm.PAGE
             if not count:
                 count = budget.slots_for_node(
                     wanted=self._options.slots,
-                    slot_bytes=need,
+                    slot_bytes=_segment_bytes(need_bytes),
                     local_ranks=self._local_world,
                     held_bytes=held,
                     found=budget.room(),
@@ -289,6 +305,11 @@ class Buffers:
             page.close()
         self._own.clear()
         self._pages.clear()
+
+
+def _segment_bytes(need_bytes: int) -> int:
+    """What a new slot takes for files of ``need_bytes``."""
+    return DATA_OFFSET + int(need_bytes * budget.GROWTH) + shm.PAGE
 
 
 def seal(slot: Slot, header: Header) -> None:
