@@ -8,6 +8,7 @@ another node, where a rank may never have entered it, keeps none of those that f
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -58,7 +59,6 @@ class Committer(threading.Thread):
         storage: Storage,
         options: SaverOptions,
         *,
-        root: str,
         ended: Callable[[Header, Outcome], None],
         live_run: Callable[[str], bool],
         held: Callable[[], tuple[Header, ...]],
@@ -67,7 +67,6 @@ class Committer(threading.Thread):
         super().__init__(name="committer", daemon=True)
         self._storage = storage
         self._options = options
-        self._root = root
         self._ended = ended
         self._live_run = live_run
         self._held = held
@@ -199,13 +198,14 @@ class Committer(threading.Thread):
 
     def _end(self, pending: Pending, outcome: Outcome) -> None:
         with self._mutex:
-            self._pending.pop(pending.attempt, None)
+            if self._pending.get(pending.attempt) is not pending:
+                return  # reopened meanwhile: this was not its end
+            del self._pending[pending.attempt]
             self._done[pending.attempt] = outcome.status
             for old in list(self._done)[:-256]:
                 del self._done[old]
-        log.log(
-            20 if outcome.status == "committed" else 30, "%s %s %s", outcome.status, pending.attempt, outcome.reason
-        )
+        level = logging.INFO if outcome.status == "committed" else logging.WARNING
+        log.log(level, "%s %s %s", outcome.status, pending.attempt, outcome.reason)
         self._ended(pending.header, outcome)
 
     def _step(self, pending: Pending) -> Outcome | None:
@@ -292,16 +292,16 @@ class Committer(threading.Thread):
         return outcome_from(failure, header)
 
     def reopen(self, header: Header) -> None:
-        """Another try at an attempt that failed here: what is durable of it counts again."""
+        """Another try at an attempt that failed here, or is about to: what is durable of it counts again."""
         attempt = header.attempt
         with self._mutex:
             self._done.pop(attempt, None)
+            self._pending.pop(attempt, None)
             self._reopened.add(attempt)
 
         def look() -> bool:
-            found = commit.read_shard_records(
-                self._storage, parent_of(header), attempt, header.node_ranks, node=node_of(header)
-            )
+            where = (self._storage, parent_of(header), attempt, header.node_ranks)
+            found = commit.read_shard_records(*where, node=node_of(header))
             for record in found:
                 self.durable(header, record)
             return True

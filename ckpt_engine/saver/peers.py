@@ -32,10 +32,9 @@ class Peer:
         """Gone, and what is held here may be of the dead: a goodbye speaks only for what its own life ``saved``."""
         return not self.alive and not (self.page.goodbye and self.saved)
 
-    @property
-    def failed(self) -> bool:
-        """Its part of the attempt it entered last will not come."""
-        return self.page.outcome == "failed" or (self.page.outcome == "filling" and self.died)
+    def failed(self, *, sealed: bool) -> bool:
+        """Its part of the attempt it entered last will not come. ``sealed``: it is here (it died before it said so)."""
+        return self.page.outcome == "failed" or (self.page.outcome == "filling" and self.died and not sealed)
 
     def without(self, attempt: Attempt) -> str:
         """How it left ``attempt``, of which it holds nothing; "" if its part may still come."""

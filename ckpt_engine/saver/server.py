@@ -57,7 +57,6 @@ class Server:
         self.committer = Committer(
             self.storage,
             options,
-            root=root,
             ended=self._on_outcome,
             live_run=lambda run: run in self.peers.live_runs,
             held=lambda: self.headers,
@@ -227,7 +226,10 @@ class Server:
         for local_rank, peer in self.peers.items():
             page = peer.page
             key = (page.run, page.entered, local_rank)
-            if not page.label or not peer.failed or key in self._reported:
+            sealed = any(
+                (h.attempt.run, h.attempt.order, h.rank) == (page.run, page.entered, page.rank) for h in self.headers
+            )
+            if not page.label or not peer.failed(sealed=sealed) or key in self._reported:
                 continue
             self._reported.add(key)
             header = Header.parse(page.label)
