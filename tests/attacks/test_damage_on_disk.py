@@ -13,11 +13,23 @@ from attacks.hostile import TOKEN, Root, envelope, restored, served
 from disk_model import attempt_of, claim_of
 
 from ckpt_engine import commit, listing, runs, settle, sweep
+from ckpt_engine.config import SaverOptions
 from ckpt_engine.errors import ConfigError, Corrupt, StaleRun, StorageError
-from ckpt_engine.manifest import Manifest
+from ckpt_engine.manifest import Attempt, Manifest
+from ckpt_engine.saver.ledger import Ledger
+from ckpt_engine.slots import Header
 from ckpt_engine.storage import PosixStorage
 
 disk = PosixStorage()
+
+
+def ledger() -> Ledger:
+    return Ledger(disk, SaverOptions(), lambda: ())
+
+
+def header_of(root: Root, attempt: Attempt, tag: str) -> Header:
+    folder = str(root.path / tag)
+    return Header(attempt, claim_of(1), 0, 0, 1, 0, 1, (0,), "shared", str(root.path), folder, None, None, True, ())
 
 
 def flip(path: Path) -> None:
@@ -142,6 +154,8 @@ def test_a_shard_record_or_receipt_of_another_attempt_does_not_count(root: Root)
     assert commit.read_shard_records(disk, str(root.path), other, [0]) == ()
     (found,) = commit.read_receipts(disk, str(root.path), other, [0]).values()
     assert "another attempt" in found.reason  # type: ignore[union-attr]
+    records = [record.attempt for _, record in ledger().unpublished([header_of(root, other, "tag6")])]
+    assert records == [attempt], "a restarted saver counts what was moved"
 
 
 def test_a_tombstone_under_another_attempts_name_removes_nothing(root: Root) -> None:
@@ -156,17 +170,10 @@ def test_a_tombstone_under_another_attempts_name_removes_nothing(root: Root) -> 
 
 
 def test_a_damaged_manifest_does_not_keep_its_tag_from_being_saved_anew(root: Root) -> None:
-    from ckpt_engine.config import SaverOptions
-    from ckpt_engine.saver.ledger import Ledger
-    from ckpt_engine.slots import Header
-
     flip(root.manifest(3))
-    attempt = attempt_of(5, "tag3")
-    folder = str(root.path / "tag3")
-    header = Header(attempt, claim_of(1), 0, 0, 1, 0, 1, (0,), "shared", str(root.path), folder, None, None, True, ())
-    ledger = Ledger(disk, SaverOptions(), lambda: ())
-    assert not ledger.is_published(header)
-    assert list(ledger.unpublished([header])), "shard records elsewhere were not found"
+    header = header_of(root, attempt_of(5, "tag3"), "tag3")
+    assert not ledger().is_published(header)
+    assert list(ledger().unpublished([header])), "shard records elsewhere were not found"
 
 
 @pytest.mark.parametrize("harm", ["flipped", "a directory", "a pipe", "a link loop"])
