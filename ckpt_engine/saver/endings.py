@@ -32,6 +32,7 @@ class Endings:
         self._server = server
         self._asked: set[tuple[str, Order]] = set()
         self._chosen: list[Attempt] = []
+        self._question: Breakpoint | None = None
         self._retried: set[Attempt] = set()
         self._hopeless: set[Attempt] = set()
         self._judged: frozenset[Attempt] | None = None
@@ -46,6 +47,7 @@ class Endings:
         for attempt in [self._chosen.pop(0) for _ in range(len(self._chosen))]:
             server.queue_breakpoint(attempt)
         if not (terminating or deaths_call(server.peers.values(), server.options.grace_s)):
+            self._withdraw()
             return
         complete = complete_here(server.headers)
         if not complete:
@@ -55,8 +57,15 @@ class Endings:
             return
         self._asked.add(key)
         self.settled = False
-        question = Breakpoint(self, server, complete)
-        server.committer.ask(question.answered)
+        self._question = Breakpoint(self, server, complete)
+        server.committer.ask(self._question.answered)
+
+    def _withdraw(self) -> None:
+        """A rank is back: what the dead left is its own again, and other nodes may never answer."""
+        question, self._question = self._question, None
+        if question is not None and not self.settled:
+            question.withdrawn = True
+            self._asked.clear()
 
     def choose(self, attempts: Iterable[Attempt], hopeless: Iterable[Attempt] = ()) -> None:
         """Called in the committing thread: these are to be persisted, and those can never be."""
@@ -187,13 +196,14 @@ class Breakpoint:
         self._server = server
         self._complete = complete
         self._claim = max((h.claim for h in server.headers), key=lambda claim: claim.generation)
+        self.withdrawn = False
         self._deadline: Deadline | None = None
         self._hopeless: list[Attempt] = []
         self._retry = Deadline(server.options.retry_s)
 
     def answered(self) -> bool:
         try:
-            chosen = self._decide()
+            chosen = [] if self.withdrawn else self._decide()
         except CkptError as error:
             if not self._retry.expired():
                 return False
@@ -231,4 +241,4 @@ class Breakpoint:
             self._hopeless = [one for one in usable if any(offer and one not in offer.attempts for offer in offers)]
             common = runs.newest_common(offers)
             return [common] if common is not None else []
-        return usable if self._deadline.expired() else None
+        return usable if self._deadline.expired() or not usable else None
