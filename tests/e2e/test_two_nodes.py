@@ -127,6 +127,31 @@ def test_without_any_storage_save_the_savers_still_commit_what_all_nodes_hold(la
     team.leave()
 
 
+def test_a_job_that_is_back_before_its_savers_agreed_takes_their_question_back(lab: Lab) -> None:
+    team = Team(lab, "ab", saver={"commit_s": 60.0, "linger_s": 0.5}).open()
+    team.save(1)
+    kill_saver(lab, "b")  # so node b offers nothing, and node a waits for its offer
+    team.kill()
+    until(lambda: any(name.startswith(".offer") for name in os.listdir(lab.root)), 10)
+    team = Team(lab, "ab", saver={"commit_s": 60.0, "linger_s": 0.5}).open()
+    assert team.restore()["step"] == 1
+    team.commit(2)
+    team.leave()
+    until(lambda: not lab.savers() and not lab.left(), 10)  # and not after commit_s
+
+
+def test_the_end_of_a_life_that_only_read_does_not_wait_for_a_node_that_has_nothing(lab: Lab) -> None:
+    team = Team(lab, "ab", saver={"commit_s": 60.0}).open()
+    team.commit(1)
+    team.kill()
+    for name in lab.names(node_id="b").segments():
+        os.unlink(f"/dev/shm{name}")
+    team = Team(lab, "ab", saver={"commit_s": 60.0}).open()
+    assert team.restore()["step"] == 1
+    team.leave()
+    until(lambda: not lab.savers() and not lab.left(), 10)
+
+
 def test_a_late_persist_of_an_older_run_never_replaces_a_newer_runs_checkpoint(lab: Lab) -> None:
     team = Team(lab, "ab", saver={"linger_s": 0.5}).open()
     team.commit(1)
