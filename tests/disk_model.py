@@ -74,7 +74,7 @@ class ModelDisk:
             raise refuse(op, path, errno.ENOENT)
 
     def write_new(
-        self, path: str, source: Any, *, offset: int = 0, nbytes: int = -1, direct: bool = False, progress: Any = None
+        self, path: str, source: Any, *, offset: int = 0, nbytes: int = -1, direct: bool = False, **_: Any
     ) -> bool:
         self._room("write", path)
         if path in self.now:

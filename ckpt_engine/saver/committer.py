@@ -260,7 +260,7 @@ class Committer(threading.Thread):
         if isinstance(result, commit.Published):
             if result.trouble is not None:
                 log.warning("%s is committed; its plain names or latest are not done: %s", attempt.id, result.trouble)
-            if self._live_run(attempt.run):  # commits for the dead remove nothing
+            elif self._live_run(attempt.run):  # commits for the dead remove nothing, nor does one behind ``latest``
                 with self._mutex:
                     waiting = frozenset(self._pending)
                 self.ledger.retain(header, waiting, lambda other: not self.status(other))
@@ -308,13 +308,8 @@ class Committer(threading.Thread):
 
         self.ask(lambda: self._answered(look) or True)
 
-    def recover(self, headers: Iterable[Header]) -> bool:
-        """After a saver's death: shard records of this node that no outcome covers yet are pending again."""
-        if self._answered(lambda: self._recover(headers)) or self._patience.expired():
+    def recover(self, headers: Iterable[Header], root: str) -> bool:
+        """After a saver's death: records without an outcome are pending again, a half publish is finished."""
+        if self._answered(lambda: self.ledger.recover(headers, root, self.durable)) or self._patience.expired():
             self.recovered.set()
         return self.recovered.is_set()
-
-    def _recover(self, headers: Iterable[Header]) -> bool:
-        for header, record in self.ledger.unpublished(headers):
-            self.durable(header, record)
-        return True

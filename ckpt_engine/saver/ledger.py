@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
-from ckpt_engine import commit, disk_names, listing, retention, runs, sweep
+from ckpt_engine import commit, disk_names, listing, retention, runs, settle, sweep
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.errors import CkptError, StorageError
 from ckpt_engine.events import log, span
@@ -57,6 +57,16 @@ class Ledger:
         with span("claim", generation=header.claim.generation, run=header.claim.run):
             runs.claim_run(self._storage, header.root, header.claim)
         self._claimed.add(header.claim.run)
+
+    def recover(self, headers: Iterable[Header], root: str, durable: Callable[[Header, ShardRecord], None]) -> bool:
+        """After a saver's death: tell of durable shards that no manifest covers, and finish the newest publish."""
+        for header, record in self.unpublished(headers):
+            durable(header, record)
+        committed = listing.list_committed(self._storage, root).committed
+        if committed:
+            for trouble in settle.roll_forward(self._storage, root, committed[0].manifest.attempt.tag):
+                log.warning("%s: %s", committed[0].commit_dir, trouble)
+        return True
 
     def unpublished(self, headers: Iterable[Header]) -> Iterator[tuple[Header, ShardRecord]]:
         """What this node made durable in the runs of ``headers`` and no manifest covers, with a header like theirs."""

@@ -152,6 +152,7 @@ class Writer(threading.Thread):
                     slot.memory,
                     offset=DATA_OFFSET + file.offset,
                     nbytes=file.nbytes,
+                    executable=file.origin == "tool",
                     progress=(slot.memory, slot.progress_offset),
                 )
             if slot.flags() & CANCEL:

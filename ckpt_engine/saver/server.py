@@ -52,6 +52,7 @@ class Server:
         self._handed: dict[SegmentName, Word] = {}
         self._reported: set[tuple[str, Order, int]] = set()
         self.headers: tuple[Header, ...] = ()  # of every snapshot here, replaced as a whole: all threads read it
+        self._ready: set[tuple[Attempt, int]] = set()  # (attempt, rank) of those that nobody has queued yet
         self._watched: tuple[Job, int, Deadline] | None = None
         self._term: Deadline | None = None
         self.committer = Committer(
@@ -83,7 +84,7 @@ class Server:
         self._say(pid=os.getpid(), version=PROTOCOL, epoch=epoch, ready=False, outcomes=before.outcomes)
         self._look()
         held = self.headers
-        self.committer.ask(lambda: self.committer.recover(held))
+        self.committer.ask(lambda: self.committer.recover(held, self.root))
         self.writer.start()
         self.committer.start()
         self._say(ready=True)
@@ -163,7 +164,9 @@ class Server:
     def _look(self) -> None:
         open_all(self.names.segments(), self.slots)
         self.peers.look()
-        self.headers = tuple(found[1] for slot in self.slots.values() if (found := self.snapshot(slot)))
+        held = [found for slot in self.slots.values() if (found := self.snapshot(slot))]
+        self.headers = tuple(header for _, header in held)
+        self._ready = {(header.attempt, header.rank) for word, header in held if word.state is State.READY}
 
     def snapshot(self, slot: Slot) -> tuple[Word, Header] | None:
         """What a slot holds for our root; one that names another root is damaged, and nothing is written there."""
@@ -239,10 +242,11 @@ class Server:
         for header, missing in self.committer.waiting():
             held = {h.rank for h in self.headers if h.attempt == header.attempt}
             for rank in missing:
-                gone = self.peers.get(header.node_ranks.index(rank))
-                if rank in held:
+                gone, ready = self.peers.get(header.node_ranks.index(rank)), (header.attempt, rank) in self._ready
+                how = gone.without(header.attempt, ready=ready) if gone is not None else ""
+                if rank in held and not (ready and how):
                     self.committer.keep_waiting(header.attempt)
-                elif gone is not None and (how := gone.without(header.attempt)):
+                elif how:
                     reason = f"rank {rank} {how} without its part of {header.attempt.tag}"[:500]
                     self.committer.failed(header, Failure(rank=rank, reason=reason))
 

@@ -44,12 +44,14 @@ class Storage(Protocol):
         offset: int = 0,
         nbytes: int = -1,
         direct: bool = False,
+        executable: bool = False,
         progress: Progress | None = None,
     ) -> bool:
         """Create ``path`` (EEXIST if it is there), write ``source[offset:offset+nbytes]``, fsync it.
 
         ``nbytes`` -1: to the end. ``direct``: past the page cache where possible; True if it was. Modes follow
-        the umask and default ACLs. After an error the file is worthless: unlink it, never write or sync it again.
+        ``executable``, the umask and default ACLs. After an error the file is worthless: unlink it, never write or
+        sync it again.
 
         After a crash: any prefix may be there, or nothing; complete once it has returned, but the name may be gone.
         """
@@ -120,6 +122,7 @@ def write_range(
     offset: int,
     nbytes: int,
     direct: bool = True,
+    executable: bool = False,
     progress: Progress | None = None,
 ) -> bool:
     """``write_durably`` for ``source[offset:offset+nbytes]``, straight from a slot; True if O_DIRECT was used.
@@ -128,7 +131,9 @@ def write_range(
     """
 
     def write(temp: str) -> bool:
-        return storage.write_new(temp, source, offset=offset, nbytes=nbytes, direct=direct, progress=progress)
+        return storage.write_new(
+            temp, source, offset=offset, nbytes=nbytes, direct=direct, executable=executable, progress=progress
+        )
 
     return _through_temp(storage, path, write)
 

@@ -34,24 +34,23 @@ class PosixStorage(Storage):
         offset: int = 0,
         nbytes: int = -1,
         direct: bool = False,
+        executable: bool = False,
         progress: Progress | None = None,
     ) -> bool:
         count = memoryview(source).nbytes - offset if nbytes < 0 else nbytes
         counter, position = progress or (None, 0)
         with _translated("write", path, need_bytes=count):
             _refuse_links(path)
-            written = _C.write_file(
+            return _C.write_file(
                 path,
                 source,
                 offset=offset,
                 nbytes=count,
                 direct=direct,
+                mode=0o777 if executable else 0o666,
                 progress=counter,
                 progress_offset=position,
             )
-            if bytes(memoryview(source)[offset : offset + min(2, count)]) == b"#!":  # DeepSpeed's recovery scripts
-                os.chmod(path, os.stat(path).st_mode | stat.S_IXUSR)
-            return written
 
     def rename(self, source: str, target: str) -> None:
         with _translated("rename", target):

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,4 +176,20 @@ def test_a_durable_attempt_whose_publication_failed_is_published_when_its_ranks_
     until(lambda: not lab.savers() and not lab.left(), 15, lab.saver_log())
     again = start(lab)
     assert do(again, "restore")["step"] == 1
+    leave([again])
+
+
+def test_a_publish_that_died_after_its_manifest_is_finished_by_the_next_saver(lab: Lab) -> None:
+    rank = start(lab)
+    do(rank, "storage", step=1)
+    assert do(rank, "result", step=1)["error"] == ""
+    leave([rank])
+    until(lambda: not lab.left(), 5)
+    folder = Path(lab.root, "global_step1")
+    (attempt,) = [path for path in folder.iterdir() if path.name.startswith(".attempt-")]
+    for path in folder.glob("*.pt"):  # as it stood just after the manifest
+        path.rename(attempt / path.name)
+    Path(lab.root, "latest").unlink()
+    again = start(lab)
+    until(lambda: Path(lab.root, "latest").exists() and list(folder.glob("*.pt")), 5)
     leave([again])
