@@ -175,7 +175,8 @@ class Outbox:
 
 def error_of(outcome: Outcome, attempt: Attempt) -> CkptError:
     """The exception that an outcome stands for."""
-    text = f"step {attempt.step} (tag {attempt.tag}): {outcome.reason}"
+    who = f"rank {outcome.rank}: " if outcome.rank >= 0 and f"rank {outcome.rank}" not in outcome.reason else ""
+    text = f"step {attempt.step} (tag {attempt.tag}): {who}{outcome.reason}"
     if outcome.status == "cancelled":
         return Cancelled(text)
     if outcome.kind == "StorageFull":
