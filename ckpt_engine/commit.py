@@ -178,8 +178,8 @@ def try_publish(
     """
     folder = commit_dir(root, attempt.tag)
     older = manifest_or_none(storage, folder, node)
-    if older is not None and older.attempt == attempt:
-        return Published(older)
+    if older is not None and older.attempt == attempt:  # a peer's, who may have died right after it
+        return Published(older, finish(storage, root, older, keep_copies=True))
     if older is not None and older.attempt.order >= attempt.order:
         return NotOnLine(older.attempt)
     if not on_the_line(attempt, runs):
@@ -191,7 +191,7 @@ def try_publish(
         _write_manifest(storage, root, decided, older)
     except Cancelled:
         if manifest_or_none(storage, folder, node) == decided:  # a peer published it and has tidied up
-            return Published(decided)
+            return Published(decided, finish(storage, root, decided, keep_copies=True))
         raise
     return Published(decided, finish(storage, root, decided, keep_copies=older is not None))
 

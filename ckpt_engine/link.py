@@ -138,12 +138,13 @@ class Link:
         last = "no saver"
         while True:
             record = self.saver()
-            if record is not None and record.ready and not record.leaving:
-                if record.version == PROTOCOL:
-                    return record
+            todo = what_next(record)
+            if record is not None and todo == "use":
+                return record
+            if record is not None and todo == "ask to leave":
                 last = f"the running saver (pid {record.pid}) is {record.version}, this is {PROTOCOL}"
                 self._ask_to_leave(record)
-            elif record is None:
+            elif todo == "start":
                 self._spawn_under_lock(deadline)
             self._notice_failed_start()
             if deadline.expired():
@@ -291,3 +292,12 @@ class Link:
         with contextlib.suppress(OSError):
             tail = " ".join(self.names.saver_log.read_text(errors="replace").strip().splitlines()[-1:])
         raise SaverUnavailable(f"the saver ended at once with code {code}: {tail} (log: {self.names.saver_log})")
+
+
+def what_next(record: SaverPage | None) -> str:
+    """What a rank does about the saver that has the lock (None: nobody has): use, ask to leave, start or wait."""
+    if record is None:
+        return "start"
+    if not record.ready or record.leaving:
+        return "wait"
+    return "use" if record.version == PROTOCOL else "ask to leave"

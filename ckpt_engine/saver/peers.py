@@ -36,14 +36,18 @@ class Peer:
         """Its part of the attempt it entered last will not come. ``sealed``: it is here (it died before it said so)."""
         return self.page.outcome == "failed" or (self.page.outcome == "filling" and self.died and not sealed)
 
-    def without(self, attempt: Attempt) -> str:
-        """How it left ``attempt``, of which it holds nothing; "" if its part may still come."""
+    def without(self, attempt: Attempt, *, ready: bool = False) -> str:
+        """How it left ``attempt``, of which the saver got nothing; "" if its part may still come.
+
+        ``ready``: its part is sealed and not queued. If it died then, a breakpoint save may follow; if it went on, or
+        lives again, nobody will ever queue it.
+        """
         page, order = self.page, attempt.order
         refused = page.entered == order and page.outcome == "failed" and page.run == attempt.run
         went_on = page.generation > order[0] or (page.run == attempt.run and page.entered > order)
-        if not (self.died or went_on or refused):
+        if not ((self.died and not ready) or went_on or refused):
             return ""
-        return "died" if self.died else f"failed ({page.reason})" if refused else "went on"
+        return f"failed ({page.reason})" if refused else "went on" if went_on else "died"
 
 
 class Peers(dict[int, Peer]):
