@@ -37,15 +37,21 @@ def agree_on_root(storage: Storage, group: Group, place: Place, root: str, layou
     ids = sorted({found for _, found, _ in told if found})
     if len(ids) > 1:
         raise ConfigError(f"{' and '.join(roots)} is not one root: the nodes found the ids {' and '.join(ids)}")
-    root_id: str = ids[0] if ids else told[0][2]
+    drawn: str = ids[0] if ids else told[0][2]
     unknown = place.leader and told[group.rank][1] is None
 
-    def adopt() -> None:
+    def adopt() -> str:
         if unknown and place.reads_root(layout) and (layout == "node-local" or not ids):
             try:
-                runs.adopt_root_id(storage, root, root_id)
+                runs.adopt_root_id(storage, root, drawn)
             except StorageError as error:
                 raise ConfigError(f"the root {root} cannot be used: {error}") from error
+            except ConfigError:
+                faster = runs.root_id(storage, root) if layout == "shared" else None
+                if faster is None:
+                    raise
+                return faster  # another job came to this new root in the same instant
+        return drawn
 
     def see() -> None:
         if unknown and not until(lambda: _shows(storage, root, root_id), Deadline(NFS_STALE_S), every_s=0.1):
@@ -54,7 +60,7 @@ def agree_on_root(storage: Storage, group: Group, place: Place, root: str, layou
                 "shared one, or layout='node-local'"
             )
 
-    together(group, adopt)
+    root_id: str = together(group, adopt)[0]
     together(group, see)
     return root_id
 

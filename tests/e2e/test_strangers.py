@@ -143,3 +143,23 @@ def test_a_start_that_fails_on_one_rank_fails_on_all_and_the_next_one_works(lab:
     assert second.restore()["step"] == 1
     second.commit(2)
     second.leave()
+
+
+def test_jobs_that_come_to_a_new_root_in_the_same_instant_agree_on_its_id(lab: Lab) -> None:
+    ranks = [lab.rank(attaches, f"job-{number}") for number in range(4)]
+    for rank in ranks:
+        rank.expect("there")
+    for rank in ranks:
+        rank.tell("go")
+    assert len({rank.expect("attached")["root_id"] for rank in ranks}) == 1
+    for rank in ranks:
+        rank.end()
+
+
+def attaches(me: Any, job: str) -> None:
+    from ckpt_engine import CheckpointEngine
+
+    me.say("there")
+    me.hear("go")
+    with CheckpointEngine(me.root, job=job) as ckpt:
+        me.say("attached", root_id=ckpt._core.root_id)
