@@ -11,6 +11,10 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckpt_engine.names import Names
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--tag", default="", help="only this one")
     verify.set_defaults(act=_verify)
     gc = verbs.add_parser("gc", help="snapshots of dead jobs in this node's shared memory; --delete removes them")
+    gc.add_argument("--root", default="", help="only those of jobs that checkpoint into this directory")
     gc.add_argument("--delete", action="store_true", help="remove what belongs to no live process, snapshots included")
     gc.set_defaults(act=_gc)
     return top
@@ -92,43 +97,62 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _gc(args: argparse.Namespace) -> int:
-    from ckpt_engine import locks, messages, shm
-    from ckpt_engine.errors import ConfigError
+    from ckpt_engine import locks
     from ckpt_engine.names import Names
-    from ckpt_engine.slots import Slot
 
     left = 0
     for hash_ in _hashes():
         names = Names(hash_)
+        roots, lines = _held(names)
+        if args.root and os.path.realpath(args.root) not in roots:
+            continue
         ours = names.run_dir.is_dir() and names.run_dir.lstat().st_uid == os.geteuid()
-        alive = ours and any(
-            locks.holder(path) is not None for path in (names.saver_lock, *names.rank_locks().values())
-        )
-        for segment in names.segments():
-            try:
-                slot = Slot.open(segment)
-            except ConfigError as error:  # what another user put there is not ours to list or remove
-                _say(f"foreign  {error}")
-                continue
-            found = slot.snapshot() if slot is not None else None
-            what = "nothing restorable"
-            if found is not None:
-                what = f"{found[1].attempt.tag} of {found[1].root}, rank {found[1].rank}, {found[0].state.name}"
-            _say(f"{'live' if alive else 'dead'}  /dev/shm{segment}  {what}")
-            if slot is not None:
-                slot.close()
+        locked = (names.saver_lock, *names.rank_locks().values()) if ours else ()
+        alive = any(locks.holder(path) is not None for path in locked)
+        for line in lines:
+            _say(f"{'live' if alive else 'dead'}  {line}")
         left += not alive
         if args.delete and not alive:
-            for file_name in names.shm_files():
-                shm.unlink(f"/{file_name}")
-            messages.unlink(names.events_queue)
-            for local_rank in range(64):
-                messages.unlink(names.notify_queue(local_rank))
-            if ours:
-                shutil.rmtree(names.run_dir, ignore_errors=True)
+            _remove(names, with_run_dir=ours)
     if left and not args.delete:
         _say("dead ones wait for a restart of their job; 'ckpt-engine gc --delete' removes them")
     return 0
+
+
+def _held(names: Names) -> tuple[set[str], list[str]]:
+    """The roots that the snapshots of one engine were made for, and a line for each segment."""
+    from ckpt_engine.errors import ConfigError
+    from ckpt_engine.slots import Slot
+
+    roots, lines = set(), []
+    for segment in names.segments():
+        try:
+            slot = Slot.open(segment)
+        except ConfigError as error:  # what another user put there is not ours to list or remove
+            lines.append(f"foreign: {error}")
+            continue
+        found = slot.snapshot() if slot is not None else None
+        what = "nothing restorable"
+        if found is not None:
+            roots.add(found[1].root)
+            what = f"{found[1].attempt.tag} of {found[1].root}, rank {found[1].rank}, {found[0].state.name}"
+        lines.append(f"/dev/shm{segment}  {what}")
+        if slot is not None:
+            slot.close()
+    return roots, lines
+
+
+def _remove(names: Names, *, with_run_dir: bool) -> None:
+    """Remove all that a dead engine left in shared memory and message queues."""
+    from ckpt_engine import messages, shm
+
+    for file_name in names.shm_files():
+        shm.unlink(f"/{file_name}")
+    messages.unlink(names.events_queue)
+    for local_rank in range(64):
+        messages.unlink(names.notify_queue(local_rank))
+    if with_run_dir:
+        shutil.rmtree(names.run_dir, ignore_errors=True)
 
 
 def _hashes() -> Iterator[str]:

@@ -60,16 +60,16 @@ def test_gc_names_the_snapshots_of_a_dead_job_and_deletes_only_on_request(
     rank = lab.rank(saves, 1, True)
     rank.expect("held", 60)
     hash_ = lab.names().hash
-    assert cli.main(["gc", "--delete"]) == 0
+    assert cli.main(["gc", "--root", lab.root, "--delete"]) == 0
     assert f"live  /dev/shm/ckpt-{hash_}" in capsys.readouterr().out, "a live job was not recognised"
     rank.kill()
     for pid in lab.savers():
         kill(pid)
-    assert cli.main(["gc"]) == 0
+    assert cli.main(["gc", "--root", lab.root]) == 0
     told = capsys.readouterr().out
     assert f"dead  /dev/shm/ckpt-{hash_}" in told and "global_step1" in told
     assert lab.left(), "gc without --delete removed something"
-    assert cli.main(["gc", "--delete"]) == 0
+    assert cli.main(["gc", "--root", lab.root, "--delete"]) == 0
     assert not lab.left()
 
 

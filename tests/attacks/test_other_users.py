@@ -320,10 +320,11 @@ def test_shared_memory_of_another_user_is_neither_mapped_nor_removed(lab: Lab) -
     messages.unlink(name)
 
 
-def test_gc_steps_over_what_others_planted_under_our_names(lab: Lab) -> None:
+def test_gc_steps_over_what_others_planted_under_our_names(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckpt_engine import cli
 
     names = lab.names()
+    monkeypatch.setattr(cli, "_hashes", lambda: [names.hash])  # what other jobs left on this machine is not ours
     own = shm.create(names.rank_control(0), 65536)
     own.close()
     foreign = SHM / str(names.segment(0, 0, 1))[1:]

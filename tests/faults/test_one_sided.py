@@ -160,7 +160,7 @@ def test_hundreds_of_saves_leave_no_descriptor_thread_segment_or_queue_behind(la
     for _ in range(2):
         told = rank.expect("counted", 60)
         saver = lab.saver()
-        fds = len(os.listdir(f"/proc/{saver}/fd"))
+        fds = min(len(os.listdir(f"/proc/{saver}/fd")) for _ in range(50))  # a probe opens one for a moment
         threads = len(os.listdir(f"/proc/{saver}/task"))
         counts.append(({key: told[key] for key in ("fds", "threads", "maps")}, fds, threads, len(lab.left())))
         rank.tell("go")
