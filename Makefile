@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test check bench matrix clean
+.PHONY: demo test check crash bench matrix clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,11 @@ check: $(VENV)/package.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The protocol: every state of the models, and every power cut on a modelled disk. Prints how many.
+crash: $(VENV)/package.stamp
+	$(BIN)/python -m tests.model
+	$(BIN)/python -m pytest -v tests/test_crash.py
 
 bench: $(VENV)/package.stamp
 	$(BIN)/python benchmarks/stall.py

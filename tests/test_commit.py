@@ -397,3 +397,25 @@ def test_eio_while_publishing_is_raised_as_it_is_and_trying_again_works(place: t
         publish(flaky, root, A)
     assert caught.value.errno == errno.EIO
     assert isinstance(publish(flaky, root, A), commit.Published)
+
+
+def test_whoever_finds_a_manifest_finishes_names_and_latest_before_it_says_published() -> None:
+    """Its publisher was killed right after it: retention, which comes next, may remove what ``latest`` still names."""
+    disk = ModelDisk()
+    runs.adopt_root_id(disk, "/root", ROOT_ID)
+    runs.claim_run(disk, "/root", claim_of(1))
+    for attempt in (A, B):
+        write_node(disk, "/root", attempt, {0: ("model_states.pt",), 1: ()})
+    assert isinstance(publish(disk, "/root", A), commit.Published)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(commit, "finish", killed)
+        publish(disk, "/root", B)
+    assert disk.read_small("/root/latest", 99) == b"one"
+    done = publish(disk, "/root", B)
+    assert isinstance(done, commit.Published) and done.trouble is None
+    assert disk.read_small("/root/latest", 99) == b"two"
+    assert plain(disk, "/root/two") == {"model_states.pt": content(B, "model_states.pt")}

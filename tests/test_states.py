@@ -16,9 +16,12 @@ from ckpt_engine.states import (
     Order,
     SlotView,
     State,
+    Told,
     Word,
     check_transition,
+    hopeless,
     newest_common,
+    tended,
     victim,
 )
 
@@ -163,3 +166,27 @@ def test_with_two_slots_a_common_snapshot_exists_at_every_instant_after_the_firs
             slots[rank][chosen.slot] = SlotView(rank, chosen.slot, State.FREE, None)
         seen = seen or newest_common([*slots[0], *slots[1]], {0, 1}) is not None
         assert not seen or newest_common([*slots[0], *slots[1]], {0, 1}) is not None
+
+
+def test_the_saver_frees_the_fill_of_a_dead_life_and_of_no_later_one() -> None:
+    for life, dead, freed in [(3, 3, True), (2, 3, True), (4, 3, False), (0xFFFFFF, 1, True), (1, 0xFFFFFF, False)]:
+        state = tended(Word(State.FILLING, life), handed=None, dead=dead)
+        assert (state is State.FREE) == freed, (life, dead)
+    assert tended(Word(State.FILLING, 3), handed=None, dead=None) is None
+
+
+def test_what_a_dead_saver_was_writing_is_queued_again_and_what_this_one_writes_is_not() -> None:
+    word = Word(State.PERSISTING, 1, 1, 5)
+    assert tended(word, handed=None, dead=None) is State.QUEUED
+    assert tended(word, handed=Word(State.QUEUED, 1, 1, 4), dead=None) is State.QUEUED
+    assert tended(word, handed=Word(State.QUEUED, 1, 1, 5), dead=None) is None
+
+
+def test_an_attempt_is_hopeless_if_a_peer_died_failed_or_went_on_without_it() -> None:
+    holds = [SlotView(1, 0, State.READY, (1, 2))]
+    for told, expected in [
+        (Told(True, (1, 2)), False), (Told(True, (1, 1)), False), (Told(True, (1, 2), failed=True), True),
+        (Told(True, (1, 3)), True), (Told(False, (1, 2)), True),
+    ]:  # fmt: skip
+        assert hopeless((1, 2), [], {1: told}) is expected
+        assert hopeless((1, 2), holds, {1: told}) is False

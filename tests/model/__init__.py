@@ -1,0 +1,6 @@
+"""The protocol as a model; ``python -m tests.model`` explores all of it and prints how much there was."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for disk_model, also without pytest
