@@ -54,6 +54,8 @@ class Checkpointer:
     ) -> None:
         require_linux()
         hook_from_environment()
+        if not os.fspath(root):
+            raise ConfigError("root is empty: name the checkpoint directory")
         self.root = os.path.realpath(os.fspath(root))
         self.options = options
         self.storage = PosixStorage()

@@ -64,7 +64,7 @@ class Link:
         if self._own.held:
             raise ConfigError(
                 f"this process has an engine for local rank {self.local_rank} on {self._root} already: "
-                "close it first, or give the second one another name="
+                "close it first, or give the second one another root"
             )
         try:
             self._register(deadline, rank, local_world)
@@ -100,7 +100,7 @@ class Link:
                 pid = self._own.holder()
                 raise ConfigError(
                     f"another live job (pid {pid}) is local rank {self.local_rank} on {self._root}: end it, or give "
-                    "this one another job= or name="
+                    "this one another root"
                 )
             self._spawn_if_free(deadline)
         finally:

@@ -12,6 +12,7 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Options, SaverOptions
 from ckpt_engine.disk_names import check_file_name
 from ckpt_engine.errors import ConfigError
+from ckpt_engine.events import warn_once
 from ckpt_engine.handles import Handle, Published, Staged
 from ckpt_engine.manifest import FileEntry
 from ckpt_engine.restore import RestoreReport
@@ -29,8 +30,9 @@ class CheckpointEngine:
     root: the checkpoint directory. keep_last: how many committed checkpoints stay (None: all). slots: staging buffers
     per rank, each as large as the rank's state; 2 keep a complete snapshot in memory at every instant. when_busy:
     "wait" for a buffer, at most wait_s seconds, or "skip" the save on all ranks. on_error: "warn" or "raise" at the
-    next save if an earlier one did not become a checkpoint. layout: "shared" root or "node-local" ones. name, job:
-    tell several engines or jobs on one root apart. rank, world_size: only without torch.distributed.
+    next save if an earlier one did not become a checkpoint. layout: "shared" root or "node-local" ones. name, job,
+    node_id: parts of the names in shared memory, for containers that see one root under several paths; two live jobs
+    never share a root, whatever their names. rank, world_size: only without torch.distributed.
 
     Raises ConfigError for what cannot be right, SaverError if no saver can run.
     """
@@ -101,6 +103,11 @@ class CheckpointEngine:
                 check_file_name(file_name)
             except (ValueError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{file_name!r} cannot be a file of a checkpoint: {error}") from error
+        if len(state) > 1 and not any("." in os.path.basename(name) for name in state):
+            names = f"{list(state)[:3]}…"
+            warn_once(
+                "file names", f"each key of a state becomes a file: {names} For one file give {{'model.pt': state}}"
+            )
         return {file_name: self._core.plan(file_name, value) for file_name, value in state.items()}
 
     def restore(
@@ -116,6 +123,8 @@ class CheckpointEngine:
         Collective. ``report.state`` holds what this rank saved, and ``files`` of any rank beside. ``report.step`` is 0
         and ``report.source`` None if there is nothing. Raises NotFound, WorldMismatch, Corrupt, RestoreError.
         """
+        if isinstance(files, str):
+            raise ConfigError(f"files must be a list of file names: [{files!r}]")
         rank, extra = self._core.place.rank, list(files)
 
         def wants(known: Sequence[tuple[int, FileEntry]]) -> tuple[list[str], list[str]]:

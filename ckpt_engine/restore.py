@@ -234,8 +234,9 @@ def choose(
     for candidate in found:
         if candidate.world != group.world:
             raise WorldMismatch(
-                f"{candidate.attempt.tag} was saved by {candidate.world} ranks, this job has {group.world}. Convert it "
-                "with DeepSpeed's ds_to_universal.py and load the universal checkpoint, or start as many ranks as then",
+                f"{candidate.attempt.tag} was saved by {candidate.world} ranks, this job has {group.world}. Start as "
+                "many as then; or convert it: DeepSpeed's ds_to_universal.py makes a universal checkpoint of it, and "
+                "files of plain PyTorch can be read with torch.load from its directory and saved in an empty root",
                 want=candidate.world,
                 got=group.world,
             )
@@ -247,6 +248,8 @@ def choose(
         if source is not None:
             source.close()
         reason = "; ".join(problems)[:500]
+        if problems and all(": NotFound: " in problem for problem in problems):
+            raise NotFound(reason)  # the caller's mistake: an older checkpoint would not be what was asked for
         log.warning("cannot restore %s from %s: %s", candidate.attempt.tag, candidate.source, reason)
         skipped.append(Skipped(candidate.attempt.tag, candidate.attempt.step, candidate.source, reason))
     return None, tuple(skipped)

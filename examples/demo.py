@@ -71,9 +71,9 @@ class Run:
                     self.saved = int(match[1])
                 if match := re.match(r"trained (\d+)", line):
                     self.trained = int(match[1])
-                if re.match(r"(rank|start|step|final) ?.*", line):
+                if re.match(r"(rank|start|step|final) ", line):
                     self.lines.append(line)
-                    print(f"  {self.name:>11} | {line}", flush=True)
+                    print(f"  {self.name:>11} | {line.removeprefix('final | ')}", flush=True)
                 self._changed.notify_all()
 
     def wait_for_saves(self, saves: int, timeout_s: float) -> None:
@@ -150,9 +150,7 @@ def demo(work: Path, zero: int) -> None:
         launch(str(HERE / "demo.py"), "--worker", "compare", "--root", str(work / "table"), "--zero", str(zero)),
     )
     table.finish(180)
-    for line in table.lines:
-        if line.startswith("final | "):
-            print("  " + line.removeprefix("final | "))
+    table.last(r"final \| (save_to_memory .*)")
 
 
 def worker(args: argparse.Namespace) -> None:

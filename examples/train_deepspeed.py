@@ -74,6 +74,8 @@ def batch_of(text: torch.Tensor, step: int, rank: int, size: int = 4) -> torch.T
 
 
 def build(args: argparse.Namespace) -> deepspeed.DeepSpeedEngine:
+    if os.environ["DS_ACCELERATOR"] == "cpu":  # else DeepSpeed compiles an all-reduce first, for a minute or more
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
     config = {
         "train_micro_batch_size_per_gpu": 4,

@@ -65,3 +65,10 @@ def test_two_engines_of_one_name_in_one_process_are_refused(engine: CheckpointEn
         other.save_to_memory(1, {"a.pt": {}})
         engine.save_to_memory(5, {"a.pt": {}})
         assert (other.restore().step, engine.restore().step) == (1, 5)
+
+
+def test_an_empty_root_and_a_text_for_files_are_the_callers_mistakes(engine: CheckpointEngine) -> None:
+    with pytest.raises(ConfigError, match="root is empty"):
+        CheckpointEngine("")
+    with pytest.raises(ConfigError, match=r"\['model.pt'\]"):
+        engine.restore(files="model.pt")

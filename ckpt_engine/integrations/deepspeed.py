@@ -383,7 +383,9 @@ def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Calla
 
 def _refuse_unsupported(engine: Any) -> None:
     """Raise ConfigError, with the reason, for engines whose state cannot be captured inside ``save_checkpoint``."""
-    if getattr(engine, "checkpoint_engine", None) is None:
+    if not hasattr(engine, "checkpoint_engine"):
+        raise ConfigError(f"attach() needs the engine that deepspeed.initialize returns, not a {type(engine).__name__}")
+    if engine.checkpoint_engine is None:
         raise ConfigError("this engine has no checkpoint_engine (ZeRO-3 inference): there is nothing to checkpoint")
     if isinstance(engine.checkpoint_engine, Shim):
         raise ConfigError("this engine is attached already: close() the first attachment before a second attach()")

@@ -179,7 +179,7 @@ def test_a_file_that_nobody_saved_is_an_error_on_all_ranks(lab: Lab) -> None:
         team.tell([0], "restore", files=["typo.pt"])
         team.tell([1], "restore")
         answers = [team.hear(rank) for rank in (0, 1)]
-        assert all(answer["error"] == "Corrupt" and "typo.pt" in answer["text"] for answer in answers), answers
+        assert all(answer["error"] == "NotFound" and "typo.pt" in answer["text"] for answer in answers), answers
         team.commit(2)
     assert team.restore()["step"] == 2
     team.leave()
