@@ -14,7 +14,7 @@ from ckpt_engine.source import Candidate, Held
 from ckpt_engine.states import Order, SlotView, State
 from ckpt_engine.storage.base import Storage, write_durably
 
-from . import lines, node, publishing
+from . import lines, node, scenes
 from .explorer import Model
 
 
@@ -78,7 +78,7 @@ def match_by_step(held: Sequence[Held], root_id: str, partial: Any) -> list[Cand
 
 def impatient() -> Model[Any]:
     """Savers that look for receipts before all are there."""
-    model = publishing.first_save()
+    model = scenes.first_save()
     for acts in model._savers:
         acts[:] = [act._replace(when=lambda disk: True) for act in acts]
     return model
@@ -109,21 +109,21 @@ BUGS = [
     Bug(
         "release before durable",
         "invariant 1",
-        publishing.first_save,
+        scenes.first_save,
         [(commit, "write_shard_record", lambda storage, root, record: None)],
     ),
     Bug("publish without one receipt", "invariant 4", impatient, [(commit, "_decide", decide_without_missing)]),
-    Bug("latest before manifest", "invariant 5", publishing.retention, [(commit, "_write_manifest", latest_first)]),
+    Bug("latest before manifest", "invariant 5", scenes.retention, [(commit, "_write_manifest", latest_first)]),
     Bug(
         "stale attempt accepted",
         "given up and is committed",
-        publishing.stale_attempt,
+        scenes.stale_attempt,
         [(commit, "manifest_or_none", lambda storage, folder, node: None)],
     ),
     Bug(
         "old generation published",
         "given up and is committed",
-        publishing.two_runs,
+        scenes.two_runs,
         [(commit, "on_the_line", lambda attempt, runs: True)],
     ),
     Bug(
@@ -138,7 +138,7 @@ REPAIRED = [
     Bug(
         "retention before latest",
         "latest names what is not committed",
-        publishing.retention,
+        scenes.retention,
         [(commit, "finish", lambda *args, keep_copies: None if keep_copies else _finish(*args, keep_copies=False))],
     ),
     Bug(

@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ckpt_engine.control import RankPage, SaverPage
-from ckpt_engine.link import PROTOCOL, what_next
+from ckpt_engine.control import PROTOCOL, RankPage, SaverPage
+from ckpt_engine.link import what_next
 from ckpt_engine.names import Names
 from ckpt_engine.saver.peers import Peer, Peers
 

@@ -173,7 +173,7 @@ class Lines:
             if claim.resumed_from is None:
                 break
             last = claim.resumed_from.seq
-            claim = next(one for one in history.claims if one.run == claim.resumed_from.run)  # type: ignore[union-attr]
+            claim = next(one for one in history.claims if one.run == claim.resumed_from.run)
         return line, whole
 
 

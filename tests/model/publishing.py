@@ -11,141 +11,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-from disk_model import ROOT_ID, ModelDisk, authors, claim_of, content, recover, write_node
+from disk_model import authors, recover
 
-from ckpt_engine import commit, disk_names, listing, runs
-from ckpt_engine.config import SaverOptions
+from ckpt_engine import commit, disk_names, listing
 from ckpt_engine.errors import StorageError
-from ckpt_engine.manifest import Attempt, RunClaim
-from ckpt_engine.names import SegmentName
+from ckpt_engine.manifest import Attempt
 from ckpt_engine.record import Record
-from ckpt_engine.saver.committer import Committer
-from ckpt_engine.saver.persist import Job, Writer
-from ckpt_engine.slots import DATA_OFFSET, Header, SlotFile
-from ckpt_engine.states import State, Word, check_transition
+from ckpt_engine.states import State
 
 from .explorer import Violation
-
-ROOT = "/root"
-FILES = ("a_model_states.pt", "b.pt")
-
-
-class Disk(ModelDisk):
-    """A disk that can be copied and compared; slots of the nodes lie in it too, for they are as shared."""
-
-    bytes_of: ClassVar[dict[int, bytes]] = {}
-    number_of: ClassVar[dict[tuple[str, bytes], int]] = {}
-
-    def __init__(self, other: ModelDisk | None = None) -> None:
-        super().__init__()
-        self.slots: dict[int, State] = {}
-        self.data = Disk.bytes_of
-        if other is not None:
-            self.now, self.safe, self.pending = dict(other.now), dict(other.safe), list(other.pending)
-            self.slots = dict(getattr(other, "slots", {}))
-
-    def write_new(self, path: str, source: Any, **where: Any) -> bool:
-        offset, nbytes = where.get("offset", 0), where.get("nbytes", -1)
-        data = bytes(memoryview(source)[offset : None if nbytes < 0 else offset + nbytes])
-        number = Disk.number_of.setdefault((path, data), len(Disk.number_of))
-        self._room("write", path)
-        if path in self.now:
-            raise Violation(f"two writers of {path}")
-        Disk.bytes_of[number] = data
-        self._set(path, number)
-        return False
-
-    def slot_state(self, rank: int) -> State:
-        return self.slots[rank]
-
-    def slot_change(self, rank: int, old: State, new: State) -> bool:
-        check_transition("saver", old, new)
-        if self.slots[rank] is not old:
-            return False
-        self.slots[rank] = new
-        return True
-
-    def key(self) -> Any:
-        slots = tuple(sorted((rank, int(state)) for rank, state in self.slots.items()))
-        power = (frozenset(self.safe.items()), tuple(self.pending)) if self.slots else ()
-        return frozenset(self.now.items()), power, slots
-
-
-READS = ("list_dir", "read_small", "size", "same_file", "crc_of_file", "free_bytes", "slot_state")
-
-
-class Paused(BaseException):
-    """The process wants to do this now."""
-
-
-class Replayed:
-    """What a process takes for its disk: old answers come again, then it is stopped."""
-
-    VERBS = (
-        "write_new", "rename", "link", "unlink", "make_dir", "remove_dir", "sync_dir", "sync_file", "list_dir",
-        "read_small", "crc_of_file", "size", "same_file", "free_bytes", "slot_state", "slot_change",
-    )  # fmt: skip
-
-    def __init__(self, answers: list[Any]) -> None:
-        self._answers = iter(answers)
-
-    def __getattr__(self, verb: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for answer in self._answers:
-                if isinstance(answer, StorageError):
-                    raise answer
-                return answer
-            raise Paused(verb, args, kwargs)
-
-        if verb not in self.VERBS:
-            raise AttributeError(verb)
-        return call
-
-
-class ModelSlot:
-    """The part of ``slots.Slot`` that the writer uses, over the shared disk."""
-
-    progress_offset = 0
-
-    def __init__(self, storage: Any, header: Header) -> None:
-        self._storage, self._header = storage, header
-        self.name = SegmentName("0" * 16, 0, 0, 1)
-        self.memory = bytes(DATA_OFFSET) + b"".join(content(header.attempt, file.name) for file in header.files)
-
-    def word(self) -> Word:
-        return Word(self._storage.slot_state(self._header.rank))
-
-    def change(self, actor: str, old: Word, state: State) -> bool:
-        return bool(self._storage.slot_change(self._header.rank, old.state, state))
-
-    def flags(self) -> int:
-        return 0
-
-    def reset_progress(self) -> None:
-        pass
-
-    def put_error(self, failure: Any) -> None:
-        raise Violation(f"a write failed: {failure}")
-
-
-def header_of(attempt: Attempt, claim: RunClaim, rank: int, nodes: int, keep_last: int | None) -> Header:
-    table, offset = [], 0
-    for name in files_of(rank):
-        data = content(attempt, name)
-        table.append(SlotFile(name, offset, len(data), zlib.crc32(data)))
-        offset += len(data)
-    return Header(
-        attempt, claim, rank, 0, nodes, rank, nodes, (rank,), "shared", ROOT, f"{ROOT}/{attempt.tag}", keep_last, None,
-        True, tuple(table),
-    )  # fmt: skip
-
-
-def files_of(rank: int) -> tuple[str, ...]:
-    return FILES[rank : rank + 1]
+from .replay import READS, ROOT, Disk, Paused, Replayed, files_of
 
 
 class Act(NamedTuple):
@@ -198,9 +76,9 @@ class Publishing:
     def world(self) -> Iterator[None]:
         """Names of temporary files are the same in each replay; a record is parsed once."""
         temp, parse = disk_names.temp, Record.__dict__["from_bytes"]
-        parsed = functools.lru_cache(None)(lambda cls, data: parse.__func__(cls, data, "?"))
+        parsed: Any = functools.lru_cache(None)(lambda cls, data: parse.__func__(cls, data, "?"))
         disk_names.temp = self._temp
-        Record.from_bytes = classmethod(lambda cls, data, path: parsed(cls, data))  # type: ignore[assignment,misc]
+        Record.from_bytes = classmethod(lambda cls, data, path: parsed(cls, data))  # type: ignore[assignment]
         logging.disable(logging.CRITICAL)
         try:
             yield
@@ -357,135 +235,3 @@ class Publishing:
                 if disk.size(f"{one.commit_dir}/{entry.name}") is None:
                     return f"{entry.name} of {one.manifest.attempt.id} has no plain name in the end"
         return ""
-
-
-# -- what savers do: production's writer and committer, one call at a time -----------------------------------------
-
-
-def persist(header: Header) -> Act:
-    """The writer with one slot."""
-
-    def run(storage: Any) -> str:
-        slot: Any = ModelSlot(storage, header)
-        writer = Writer(storage, _committer(storage, header), lambda rank, message: None, 0.0)
-        writer._persist(Job(slot, slot.word(), header))
-        return "released"
-
-    return Act(f"persisting {header.attempt.id}", run)
-
-
-def receipt(header: Header) -> Act:
-    """The first look of the committer: the receipt, and to publish if all others are there."""
-    return Act(f"the receipt of {header.attempt.id}", lambda storage: _commit(storage, header, receipted=False) or "")
-
-
-def publish(header: Header) -> Act:
-    """Later looks; one that finds a receipt missing changes nothing."""
-
-    def all_there(disk: Disk) -> bool:
-        path = commit.attempt_path(ROOT, header.attempt)
-        committed = listing.read_manifest(disk, header.commit_dir)
-        there = all(disk.size(f"{path}/{disk_names.receipt(node)}") is not None for node in range(header.nodes))
-        return there or (committed is not None and committed.attempt.order >= header.attempt.order)
-
-    return Act(f"publishing {header.attempt.id}", lambda storage: _commit(storage, header, receipted=True), all_there)
-
-
-def _committer(storage: Any, header: Header, ended: Callable[..., None] = lambda header, outcome: None) -> Committer:
-    return Committer(
-        storage, SaverOptions(), ended=ended, live_run=lambda run: True, held=lambda: (header,),
-        answered=lambda: None,
-    )  # fmt: skip
-
-
-def _commit(storage: Any, header: Header, *, receipted: bool) -> Attempt | str | None:
-    ended: list[str] = []
-    committer = _committer(storage, header, lambda header, outcome: ended.append(f"{outcome.status} {outcome.reason}"))
-    committer.durable(header, header.shard_record())
-    committer._pending[header.attempt].receipted = receipted
-    committer._pass()
-    return header.attempt if ended and ended[0].startswith("committed") else ended[0] if ended else None
-
-
-# -- where they begin ----------------------------------------------------------------------------------------------
-
-OTHER_RUN = "1" * 16
-
-
-def attempt_of(seq: int, tag: str, generation: int = 1) -> Attempt:
-    return Attempt(generation, OTHER_RUN if generation > 1 else "0" * 16, seq, 10 * seq, tag, ROOT_ID)
-
-
-def root(*, committed: Iterable[Attempt], nodes: int) -> Disk:
-    """A root with checkpoints of all ranks, one on each node."""
-    disk = Disk()
-    runs.adopt_root_id(disk, ROOT, ROOT_ID)
-    runs.claim_run(disk, ROOT, claim_of(1))
-    for attempt in committed:
-        received(disk, attempt, nodes)
-        done = commit.try_publish(disk, ROOT, attempt, nodes=nodes, world=nodes, runs=runs.read_runs(disk, ROOT))
-        assert isinstance(done, commit.Published) and done.trouble is None
-    return disk
-
-
-def received(disk: Disk, attempt: Attempt, nodes: int) -> None:
-    """Everything but the manifest."""
-    for node in range(nodes):
-        write_node(disk, ROOT, attempt, {node: files_of(node)}, world=nodes, node=node, nodes=nodes)
-
-
-FIRST = claim_of(1)
-
-
-def first_save(nodes: int = 2) -> Publishing:
-    attempt = attempt_of(2, "two")
-    disk = root(committed=[attempt_of(1, "one")], nodes=nodes)
-    commit.make_tag_dir(disk, ROOT, "two")
-    disk.slots = dict.fromkeys(range(nodes), State.QUEUED)
-    headers = [header_of(attempt, FIRST, node, nodes, None) for node in range(nodes)]
-    savers = [[persist(header), receipt(header), publish(header)] for header in headers]
-    return Publishing(
-        "publish: first save", f"{nodes} nodes, from the slot to latest", disk, savers, last=attempt, switches=1
-    )
-
-
-def re_save(nodes: int = 2) -> Publishing:
-    attempt = attempt_of(2, "one")
-    disk = root(committed=[attempt_of(1, "one")], nodes=nodes)
-    received(disk, attempt, nodes)
-    savers = [[publish(header_of(attempt, FIRST, node, nodes, None))] for node in range(nodes)]
-    return Publishing("publish: re-save of a tag", f"{nodes} nodes, all receipts there", disk, savers, last=attempt)
-
-
-def retention(nodes: int = 2) -> Publishing:
-    attempt = attempt_of(2, "two")
-    disk = root(committed=[attempt_of(1, "one")], nodes=nodes)
-    received(disk, attempt, nodes)
-    savers = [[publish(header_of(attempt, FIRST, node, nodes, 1))] for node in range(nodes)]
-    bounds = f"{nodes} nodes, all receipts there, keep_last=1, sweep"
-    return Publishing("publish: retention", bounds, disk, savers, last=attempt, switches=1)
-
-
-def two_runs() -> Publishing:
-    """A saver of an old run comes late: its attempt has all receipts, and a new run saves under the same tag."""
-    old, new = attempt_of(2, "two"), attempt_of(1, "two", 2)
-    claim = claim_of(2, attempt_of(1, "one"), OTHER_RUN)
-    disk = root(committed=[attempt_of(1, "one")], nodes=2)
-    received(disk, old, 2)
-    runs.claim_run(disk, ROOT, claim)
-    received(disk, new, 2)
-    savers = [[publish(header_of(old, FIRST, 0, 2, None))], [publish(header_of(new, claim, 1, 2, None))]]
-    bounds = "a saver of generation 1, one of generation 2, one tag"
-    return Publishing("publish: two generations", bounds, disk, savers, last=new, never=[old])
-
-
-def stale_attempt() -> Publishing:
-    """Two attempts at one tag in one run; a saver tries the older one again when the newer one is committed."""
-    old, new = attempt_of(2, "two"), attempt_of(3, "two")
-    disk = root(committed=[attempt_of(1, "one"), new], nodes=2)
-    received(disk, old, 2)
-    savers = [[publish(header_of(old, FIRST, 0, 2, None))], [publish(header_of(new, FIRST, 1, 2, None))]]
-    return Publishing("publish: stale attempt", "2 savers, 2 attempts at one tag", disk, savers, last=new, never=[old])
-
-
-SCENES: list[Callable[[], Publishing]] = [re_save, retention, two_runs, stale_attempt, first_save]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import publishing
+from . import scenes
 from .explorer import Model
 from .joining import Joining
 from .lines import Lines
@@ -22,7 +22,7 @@ MODELS: list[Callable[[], Model[Any]]] = [
     lambda: Node("MS", deaths=1),
     lambda: Node("S", "M", deaths=1, together=True, late=True),
     lambda: Node("SS", "S", ranks=1, deaths=2),
-    *publishing.SCENES,
+    *scenes.SCENES,
     lambda: Lines(),
     lambda: Joining(deaths=1, savers=3),
     lambda: Joining(deaths=1, old=True),
