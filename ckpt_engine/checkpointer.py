@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +36,8 @@ from ckpt_engine.storage.posix import PosixStorage
 from ckpt_engine.waits import Deadline
 
 MAX_STEP = 2**53
+COLLECTIVE_S, MAX_COLLECTIVE_S = 1800.0, 7 * 86400.0
+"""How long attach and restore wait for the slowest rank; a rank may wait ``wait_s`` for a buffer meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,9 @@ class Checkpointer:
         self.root = os.path.realpath(os.fspath(root))
         self.options = options
         self.storage = PosixStorage()
-        self.group: Group = meet(rank, world_size, options.wait_s)
+        self._pid = os.getpid()
+        self._one_at_a_time = threading.Lock()
+        self.group: Group = meet(rank, world_size, min(max(COLLECTIVE_S, options.wait_s), MAX_COLLECTIVE_S))
         self.place = places(self.group.gather(my_node(options.node_id)), self.group.rank)
         names = names_for(root=self.root, job=options.job, name=options.name, node_id=options.node_id)
         self.link = Link(names, root=self.root, options=options, local_rank=self.place.local_rank)
@@ -80,6 +86,19 @@ class Checkpointer:
         except BaseException:
             self._let_go(goodbye=False)
             raise
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """One save or restore of an engine at a time. Raises ConfigError in a thread or signal handler in between."""
+        if not self._one_at_a_time.acquire(blocking=False):
+            raise ConfigError(
+                "a save or restore of this engine is under way (in another thread, or interrupted by the "
+                "signal handler that calls this): set a flag there and save in the training loop"
+            )
+        try:
+            yield
+        finally:
+            self._one_at_a_time.release()
 
     # -- save ----------------------------------------------------------------------------------------------------
 
@@ -166,11 +185,16 @@ class Checkpointer:
         try:
             with span("queue", step=entry.attempt.step, attempt=entry.attempt.id):
                 make_dirs(self.storage, entry.commit_dir)
+                held = False
                 for slot in self.buffers.mine():
                     found = slot.snapshot()
-                    if found is not None and found[1].attempt == entry.attempt and found[0].state is State.READY:
-                        slot.change("rank", found[0], State.QUEUED)  # or the saver did: SIGTERM, or a peer died
-        except StorageError as error:
+                    if found is not None and found[1].attempt == entry.attempt:
+                        held = True
+                        if found[0].state is State.READY:
+                            slot.change("rank", found[0], State.QUEUED)  # or the saver did: SIGTERM, or a peer died
+                if not held:
+                    raise StagingError(f"the slot of step {entry.attempt.step} disappeared before it was queued")
+        except (StorageError, StagingError) as error:
             handle.fail(error)
             self.fail(entry, error)
         self.link.wake("queued", entry.attempt.digest)
@@ -182,7 +206,7 @@ class Checkpointer:
 
     def fail(self, entry: Entry, error: BaseException) -> None:
         """This rank's part of the attempt will not come: the others need not wait for it."""
-        reason = f"{type(error).__name__}: {error}"[:500]
+        reason = f"{type(error).__name__}: {error}"[:500].encode("utf-8", "replace").decode()
         self.link.say(outcome="failed", reason=reason, errno=int(getattr(error, "errno", 0) or 0))
         self.link.wake("failed", entry.attempt.digest)
 
@@ -306,6 +330,8 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._pid:
+            return  # a forked child that leaves the block says nothing for its parent
         done = False
         try:
             if goodbye:
@@ -323,3 +349,5 @@ class Checkpointer:
     def _require_open(self) -> None:
         if self._closed:
             raise ConfigError("this engine is closed")
+        if os.getpid() != self._pid:
+            raise ConfigError(f"this engine belongs to process {self._pid}: a forked child must make its own")

@@ -14,7 +14,9 @@ from ckpt_engine.errors import ConfigError
 from ckpt_engine.retention import Retention
 
 LAYOUTS = ("shared", "node-local")
-_KEPT_FOR_SAVER = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+_KEPT_FOR_SAVER = frozenset(
+    "PATH HOME LANG TZ TMPDIR LD_LIBRARY_PATH VIRTUAL_ENV PYTHONHOME PYTHONUSERBASE PYTHONNOUSERSITE".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +123,8 @@ def saver_environment(package_parent: str) -> dict[str, str]:
     """The few variables that a saver inherits; ``package_parent`` makes this very package importable there."""
     keep = {key: value for key, value in os.environ.items() if key in _KEPT_FOR_SAVER or key.startswith("LC_")}
     keep |= {key: value for key, value in os.environ.items() if key.startswith("CKPT_ENGINE_")}
-    keep["PYTHONPATH"] = os.pathsep.join(filter(None, (package_parent, keep.get("PYTHONPATH", ""))))
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    keep["PYTHONPATH"] = os.pathsep.join((package_parent, *map(os.path.abspath, paths)))  # the saver starts in "/"
     return keep
 
 

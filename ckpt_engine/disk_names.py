@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 ROOT_ID = ".ckpt-root"
 LATEST = "latest"
+LOST_AND_FOUND = "lost+found"
+"""The file system's own, where a root is a mount point."""
 MAX_DEPTH = 32
 """Parts of a file name; a name that is all slashes would cost its square."""
 
@@ -146,7 +148,7 @@ def check_file_name(name: str) -> None:
 def check_tag(tag: str) -> None:
     """Raise ValueError unless ``tag`` can be a directory in the root."""
     _check_part(tag, tag)
-    if "/" in tag or tag == LATEST:
+    if "/" in tag or tag in (LATEST, LOST_AND_FOUND):
         raise ValueError(f"{tag!r} cannot be a tag")
 
 

@@ -64,7 +64,7 @@ def list_committed(storage: Storage, root: str) -> Listing:
 def tag_dirs(storage: Storage, root: str) -> Iterator[str]:
     """Directories of ``root`` that can be commit directories."""
     for entry in storage.list_dir(root):
-        if entry.is_dir and entry.name != "lost+found" and not disk_names.is_ours(entry.name):
+        if entry.is_dir and entry.name != disk_names.LOST_AND_FOUND and not disk_names.is_ours(entry.name):
             yield os.path.join(root, entry.name)
 
 

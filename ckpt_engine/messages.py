@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +112,11 @@ class Mailbox:
             pause(min(timeout_s, LOOK_S))
             return None
         try:
-            data, _ = queue.receive(timeout=max(0.0, timeout_s))
+            if timeout_s > 0:  # posix_ipc's own wait would swallow what a signal handler raises, e.g. SystemExit
+                ready = select.poll()
+                ready.register(queue.mqd, select.POLLIN)
+                ready.poll(1000 * timeout_s)
+            data, _ = queue.receive(timeout=0)
         except (posix_ipc.BusyError, posix_ipc.SignalError):
             return None
         except (OSError, posix_ipc.Error, ValueError):  # closed by another thread; made for larger messages

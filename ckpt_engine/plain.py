@@ -74,11 +74,13 @@ class CheckpointEngine:
         Blocks until one of this rank's buffers is released, then for one memory copy. ``step``: optimizer steps
         completed. Every rank calls it, one without anything to save with ``{}``. Raises StagingError, SaverError.
         """
-        return self._save(step, state, tag, storage=False).staged
+        with self._core.alone():
+            return self._save(step, state, tag, storage=False).staged
 
     def save_to_storage(self, step: int, state: State, *, tag: str = "") -> Handle:
         """``save_to_memory``, then the saver makes a checkpoint of it in the background; see ``Handle.result``."""
-        return self._save(step, state, tag, storage=True)
+        with self._core.alone():
+            return self._save(step, state, tag, storage=True)
 
     def _save(self, step: int, state: State, tag: str, *, storage: bool) -> Handle:
         core = self._core
@@ -101,6 +103,9 @@ class CheckpointEngine:
         for file_name in state:
             try:
                 check_file_name(file_name)
+                above = next((up for up in state if file_name.startswith(f"{up}/")), None)
+                if above is not None:
+                    raise ValueError(f"{above!r} is a file of it, too")
             except (ValueError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{file_name!r} cannot be a file of a checkpoint: {error}") from error
         if len(state) > 1 and not any("." in os.path.basename(name) for name in state):
@@ -134,7 +139,8 @@ class CheckpointEngine:
             names, _ = wants(source.candidate.files)
             return {name: _load(source, name, map_location, weights_only) for name in dict.fromkeys(names)}
 
-        return self._core.restore(load, wants, step)
+        with self._core.alone():
+            return self._core.restore(load, wants, step)
 
     def wait(self, timeout_s: float | None = None) -> tuple[Published, ...]:
         """Block until every storage save has ended; raises the first failure nobody was told of."""

@@ -9,12 +9,25 @@ import contextlib
 import errno
 import mmap
 import os
+import weakref
 
 import posix_ipc
 
 from ckpt_engine.errors import ConfigError, ShmFull, StagingError
 
 PAGE = 4096
+
+
+_mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A forked worker that outlives a segment would keep its memory taken: it has no use for it."""
+    for mapping in list(_mappings):
+        mapping.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class Mapping:
@@ -25,6 +38,7 @@ class Mapping:
         self.nbytes = nbytes
         self._fd = fd
         self.memory = mmap.mmap(fd, nbytes)  # raises OSError; the descriptor is still the caller's then
+        _mappings.add(self)
 
     def unlinked(self) -> bool:
         """True if someone removed the name (logind's RemoveIPC, an administrator): it will not outlive us."""

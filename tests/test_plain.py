@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from ckpt_engine import CheckpointEngine, SaverOptions
 from ckpt_engine.errors import ConfigError
+from ckpt_engine.messages import Mailbox, unlink
 
 OPTIONS = ["keep_last", "slots", "when_busy", "wait_s", "on_error", "layout", "job", "name"]
 OPTIONS += ["saver", "rank", "world_size", "node_id"]
@@ -72,3 +75,65 @@ def test_an_empty_root_and_a_text_for_files_are_the_callers_mistakes(engine: Che
         CheckpointEngine("")
     with pytest.raises(ConfigError, match=r"\['model.pt'\]"):
         engine.restore(files="model.pt")
+
+
+def test_a_forked_child_has_no_part_in_the_engine_of_its_parent(engine: CheckpointEngine) -> None:
+    engine.save_to_memory(1, {"a.pt": {}})
+    child = os.fork()
+    if not child:
+        try:
+            engine.save_to_memory(2, {"a.pt": {}})
+        except ConfigError as error:
+            engine.close()
+            os._exit(0 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert engine.save_to_memory(2, {"a.pt": {}}).step == 2
+    assert engine.restore().step == 2
+
+
+def test_a_save_from_a_signal_handler_inside_a_save_is_refused_and_harms_nothing(engine: CheckpointEngine) -> None:
+    told = []
+
+    class Pickled:
+        def __reduce__(self) -> tuple[type, tuple[()]]:
+            try:
+                engine.save_to_memory(9, {"a.pt": {}})
+            except ConfigError as error:
+                told.append(str(error))
+            return dict, ()
+
+    engine.save_to_memory(1, {"a.pt": Pickled()})
+    assert told and "under way" in told[0]
+    assert engine.restore().step == 1
+
+
+def test_what_a_signal_handler_raises_while_a_result_is_awaited_reaches_the_caller(tmp_path: Path) -> None:
+    box = Mailbox(f"/ckpt-test-{os.getpid()}-events")
+
+    def stop(*_: object) -> None:
+        raise SystemExit(7)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(SystemExit):
+            box.receive(5.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        box.close()
+        unlink(box.name)
+
+
+@pytest.mark.parametrize("state", [{"a": 1, "a/b": 2}, {"..": 1}, {"": 1}])
+def test_names_that_cannot_be_files_together_are_refused_before_a_byte(
+    engine: CheckpointEngine, state: dict[str, int]
+) -> None:
+    with pytest.raises(ConfigError):
+        engine.save_to_memory(1, state)
+    assert engine.save_to_memory(2, {"a": 1}).step == 2
+
+
+def test_a_tag_that_the_file_system_uses_itself_is_refused(engine: CheckpointEngine) -> None:
+    with pytest.raises(ConfigError, match=r"lost\+found"):
+        engine.save_to_storage(1, {"a": 1}, tag="lost+found")
