@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from ckpt_engine import commit
+from ckpt_engine import commit, runs
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.control import Outcome
 from ckpt_engine.errors import Cancelled, CkptError, CommitTimeout, PersistError, StaleRun, StorageError
@@ -271,7 +271,8 @@ class Committer(threading.Thread):
             return outcome_from(result.failure, header)
         if isinstance(result, commit.NotOnLine):
             raise refusal(attempt, result.by, known, live=self._live_run(attempt.run))
-        if any(claim.generation > attempt.generation for claim in known if claim.run != attempt.run):
+        newer = any(claim.generation > attempt.generation for claim in known if claim.run != attempt.run)
+        if newer and not runs.on_the_line(attempt, known):  # else that run resumed from it, and needs it
             raise StaleRun("a newer run took over this root", other=str(max(c.generation for c in known)))
         if pending.deadline.expired():
             raise CommitTimeout(

@@ -152,6 +152,21 @@ def test_the_end_of_a_life_that_only_read_does_not_wait_for_a_node_that_has_noth
     until(lambda: not lab.savers() and not lab.left(), 10)
 
 
+def test_a_job_that_goes_back_to_an_attempt_in_flight_does_not_lose_it(lab: Lab) -> None:
+    team = Team(lab, "ab").open()
+    faults(lab, {"who": "saver", "node": "b", "verb": "write_new", "direct": True, "hold": True})
+    team.ok("save", step=1, storage=True)
+    assert team.restore()["step"] == 1  # a new run, resumed from what node b has not written yet
+    team.ok("save", step=2, storage=True)
+    answer = team.one(0, "result", step=1, timeout_s=1.5)
+    assert answer["error"] == "CommitTimeout" and answer["missing_ranks"] == [1], answer
+    faults(lab)
+    for step in (1, 2):
+        assert [answer["step"] for answer in team.ok("result", step=step)] == [step, step]
+    assert [step for step, _ in committed(lab.root)] == [2, 1] and whole(lab.root)
+    team.leave()
+
+
 def test_a_late_persist_of_an_older_run_never_replaces_a_newer_runs_checkpoint(lab: Lab) -> None:
     team = Team(lab, "ab", saver={"linger_s": 0.5}).open()
     team.commit(1)
