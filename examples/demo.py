@@ -71,7 +71,7 @@ class Run:
                     self.saved = int(match[1])
                 if match := re.match(r"trained (\d+)", line):
                     self.trained = int(match[1])
-                if re.match(r"(rank|start|step|final) ", line):
+                if line.startswith(("rank ", "start: ", "step ", "final ")):
                     self.lines.append(line)
                     print(f"  {self.name:>11} | {line.removeprefix('final | ')}", flush=True)
                 self._changed.notify_all()
