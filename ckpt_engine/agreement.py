@@ -98,8 +98,9 @@ def agree_on_confirmed(storage: Storage, group: Group, place: Place, root: str) 
     mine: Order | None = None
     if place.leader:
         try:
-            committed = listing.list_committed(storage, root).committed
-            mine = max((one.order for one in committed if one.manifest.node == place.node), default=(0, 0))
+            own = runs.root_id(storage, root)
+            found = [one for one in listing.list_committed(storage, root).committed if one.manifest.node == place.node]
+            mine = max((one.order for one in found if one.manifest.attempt.root_id == own), default=(0, 0))
         except CkptError:  # nothing is confirmed, so nothing is removed
             mine = (0, 0)
     return min((order for order in group.gather(mine) if order is not None), default=None)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from ckpt_engine import disk_names
+from ckpt_engine import disk_names, runs
 from ckpt_engine.commit import attempt_path
 from ckpt_engine.disk_names import AttemptName
 from ckpt_engine.errors import Corrupt, StorageError
@@ -79,10 +79,22 @@ def sweep(
 
     After a crash: call it again.
     """
-    newest = next((one.order for one in list_committed(storage, root).committed), (-1, -1))
+    newest = next((one.order for one in committed_here(storage, root)), (-1, -1))
     job = _Sweep(storage, root, node, live, newest, lambda path: age_of(path) >= sweep_after_s)
     job.run()
     return tuple(job.gone)
+
+
+def committed_here(storage: Storage, root: str) -> list[Committed]:
+    """The committed checkpoints that were made for this root, newest first; none if its id is lost or damaged.
+
+    One of another root, which somebody copied in, does not count: orders of two roots cannot be compared.
+    """
+    try:
+        own = runs.root_id(storage, root)
+    except Corrupt:
+        return []
+    return [one for one in list_committed(storage, root).committed if one.manifest.attempt.root_id == own]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,15 @@ def test_an_unfinished_attempt_goes_only_when_a_later_one_is_committed_it_is_old
     assert tidy(root, age_s=9.0) == set()
     assert tidy(root, age_s=10.0) == {folder_of(dead)}
     assert not os.path.exists(f"{root}/dead") and os.path.exists(commit.attempt_path(root, coming, "x.pt"))
+
+
+def test_a_checkpoint_of_another_root_supersedes_no_leftovers(root: str) -> None:
+    offer = f"{root}/{disk_names.offer(1, 0)}"
+    Path(offer).touch()
+    write_shard(disk, root, attempt_of(3, "tag3"), 0, ("x.pt",))
+    save(root, replace(attempt_of(1, "copied", generation=9, run="f" * 16), root_id="f" * 16))
+    tidy(root, age_s=100.0)
+    assert os.path.exists(offer) and os.path.exists(f"{root}/{folder_of(attempt_of(3, 'tag3'))}")
 
 
 def test_node_local_leftovers_of_this_node_go_at_once_unless_it_made_a_receipt(root: str) -> None:

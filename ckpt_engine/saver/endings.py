@@ -112,7 +112,7 @@ class Endings:
         try:
             if runs.root_id(self._server.storage, header.root) not in (attempt.root_id, None):
                 return False
-            newest = ledger.newest_committed(header.root, node_of(header))
+            newest = ledger.newest_committed(header)
             return attempt.order > newest and runs.on_the_line(attempt, ledger.runs(header.root))
         except CkptError as error:
             log.warning("is %s committed? %s", attempt.id, error)
@@ -222,7 +222,7 @@ class Breakpoint:
             log.warning("%s is not the root these snapshots were made for: nothing is persisted there", first.root)
             return []
         known = ledger.runs(first.root)
-        newest = ledger.newest_committed(first.root, node_of(first))
+        newest = ledger.newest_committed(first)
         usable = worth_saving(self._complete, newest, known)
         with span("breakpoint", held=len(usable), newest=newest):
             if first.nodes == 1:

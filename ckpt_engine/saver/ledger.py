@@ -37,12 +37,14 @@ class Ledger:
         claims |= {header.claim.run: header.claim for header in self._held()}
         return tuple(claims.values())
 
-    def committed(self, root: str, node: int | None) -> list[Committed]:
-        """Committed checkpoints of ``root`` (of ``node``, where node-local), newest first."""
-        return [one for one in listing.list_committed(self._storage, root).committed if one.manifest.node == node]
+    def committed(self, header: Header) -> list[Committed]:
+        """Committed checkpoints of this header's root id (of its node, where node-local), newest first."""
+        found = [(one, one.manifest) for one in listing.list_committed(self._storage, header.root).committed]
+        wanted = (header.attempt.root_id, node_of(header))
+        return [one for one, manifest in found if (manifest.attempt.root_id, manifest.node) == wanted]
 
-    def newest_committed(self, root: str, node: int | None) -> Order:
-        found = self.committed(root, node)
+    def newest_committed(self, header: Header) -> Order:
+        found = self.committed(header)
         return found[0].order if found else (0, 0)
 
     def is_published(self, header: Header) -> bool:
@@ -62,7 +64,7 @@ class Ledger:
         """After a saver's death: tell of durable shards that no manifest covers, and finish the newest publish."""
         for header, record in self.unpublished(headers):
             durable(header, record)
-        committed = listing.list_committed(self._storage, root).committed
+        committed = sweep.committed_here(self._storage, root)
         if committed:
             for trouble in settle.roll_forward(self._storage, root, committed[0].manifest.attempt.tag):
                 log.warning("%s: %s", committed[0].commit_dir, trouble)
@@ -107,7 +109,7 @@ class Ledger:
             return
         storage, root = self._storage, header.root
         try:
-            committed = self.committed(root, node_of(header))
+            committed = self.committed(header)
             if not committed or committed[0].manifest.attempt != header.attempt:
                 return
             live = frozenset(held.attempt for held in self._held()).union(waiting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -150,6 +151,34 @@ def test_a_dead_job_leaves_its_newest_snapshot_as_a_checkpoint_and_nothing_in_me
     for found in all_do(again, "restore"):
         assert (found["step"], found["source"], found["whole"]) == (2, "storage", True)
     leave(again)
+
+
+def test_a_checkpoint_of_another_root_copied_in_makes_no_snapshot_of_the_dead_superseded(lab: Lab) -> None:
+    root, other = lab.root, f"{lab.root}-other"
+    lab.root = other
+    for generation in (1, 2, 3):
+        rank = start(lab)
+        do(rank, "restore")
+        do(rank, "storage", step=generation)
+        assert do(rank, "result", step=generation)["error"] == ""
+        leave([rank])
+    until(lambda: not lab.left(), 10)
+    lab.root = root
+    rank = start(lab, options={"keep_last": 1})
+    for step in (10, 11, 12):
+        do(rank, "storage", step=step)
+        assert do(rank, "result", step=step)["error"] == ""
+        if step == 10:
+            shutil.copytree(f"{other}/global_step3", f"{root}/global_step3")
+    kept = {"global_step3", "global_step12"}  # the copy is nobody's to remove
+    until(lambda: {name for name in os.listdir(root) if name.startswith("global_step")} == kept, 5)
+    do(rank, "memory", step=13)
+    rank.kill()
+    until(lambda: not lab.savers() and not lab.left(), 15, lab.saver_log())
+    again = start(lab)
+    found = do(again, "restore")
+    assert (found["step"], found["source"], found["whole"]) == (13, "storage", True)
+    leave([again])
 
 
 def test_a_rank_that_dies_before_its_part_fails_the_attempt_of_the_others_within_seconds(lab: Lab) -> None:
