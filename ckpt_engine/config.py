@@ -14,9 +14,8 @@ from ckpt_engine.errors import ConfigError
 from ckpt_engine.retention import Retention
 
 LAYOUTS = ("shared", "node-local")
-_KEPT_FOR_SAVER = frozenset(
-    "PATH HOME LANG TZ TMPDIR LD_LIBRARY_PATH VIRTUAL_ENV PYTHONHOME PYTHONUSERBASE PYTHONNOUSERSITE".split()
-)
+_KEPT_FOR_SAVER = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+_KEPT_PYTHON = ("PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +120,11 @@ def require_linux() -> None:
 
 def saver_environment(package_parent: str) -> dict[str, str]:
     """The few variables that a saver inherits; ``package_parent`` makes this very package importable there."""
-    keep = {key: value for key, value in os.environ.items() if key in _KEPT_FOR_SAVER or key.startswith("LC_")}
+    keep = {
+        key: value
+        for key, value in os.environ.items()
+        if key in _KEPT_FOR_SAVER + _KEPT_PYTHON or key.startswith("LC_")
+    }
     keep |= {key: value for key, value in os.environ.items() if key.startswith("CKPT_ENGINE_")}
     paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     keep["PYTHONPATH"] = os.pathsep.join((package_parent, *map(os.path.abspath, paths)))  # the saver starts in "/"
