@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckpt_engine import commit, runs
@@ -309,8 +309,9 @@ class Committer(threading.Thread):
 
         self.ask(lambda: self._answered(look) or True)
 
-    def recover(self, headers: Iterable[Header], root: str) -> bool:
+    def recover(self, headers: tuple[Header, ...], root: str, ended: Callable[[list[Attempt]], None]) -> bool:
         """After a saver's death: records without an outcome are pending again, a half publish is finished."""
-        if self._answered(lambda: self.ledger.recover(headers, root, self.durable)) or self._patience.expired():
+        done = self._answered(lambda: self.ledger.recover(headers, root, self.durable, ended))
+        if done or self._patience.expired():
             self.recovered.set()
         return self.recovered.is_set()

@@ -12,7 +12,7 @@ from ckpt_engine import commit, disk_names, listing, retention, runs, settle, sw
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.errors import CkptError, StorageError
 from ckpt_engine.events import log, span
-from ckpt_engine.manifest import Attempt, Committed, RunClaim, ShardRecord
+from ckpt_engine.manifest import Attempt, Committed, Manifest, RunClaim, ShardRecord
 from ckpt_engine.record import MAX_RECORD_BYTES
 from ckpt_engine.saver.outcomes import node_of, parent_of
 from ckpt_engine.slots import Header
@@ -60,8 +60,16 @@ class Ledger:
             runs.claim_run(self._storage, header.root, header.claim)
         self._claimed.add(header.claim.run)
 
-    def recover(self, headers: Iterable[Header], root: str, durable: Callable[[Header, ShardRecord], None]) -> bool:
-        """After a saver's death: tell of durable shards that no manifest covers, and finish the newest publish."""
+    def recover(
+        self,
+        headers: Collection[Header],
+        root: str,
+        durable: Callable[[Header, ShardRecord], None],
+        ended: Callable[[list[Attempt]], None],
+    ) -> bool:
+        """After a saver's death: tell what is committed, while it is there to be seen; then of durable shards that no
+        manifest covers; and finish the newest publish."""
+        ended(self.published(headers))
         for header, record in self.unpublished(headers):
             durable(header, record)
         committed = sweep.committed_here(self._storage, root)
@@ -69,6 +77,22 @@ class Ledger:
             for trouble in settle.roll_forward(self._storage, root, committed[0].manifest.attempt.tag):
                 log.warning("%s: %s", committed[0].commit_dir, trouble)
         return True
+
+    def published(self, headers: Iterable[Header]) -> list[Attempt]:
+        """What manifests and tombstones say was committed in the runs of ``headers``."""
+        wanted = {(parent_of(header), node_of(header), header.attempt.run) for header in headers}
+        found: list[Manifest | None] = []
+        for place, node in {(place, node) for place, node, _ in wanted}:
+            for folder in listing.tag_dirs(self._storage, place):
+                for entry in self._storage.list_dir(folder):
+                    grave = disk_names.parse_tombstone(entry.name)
+                    with contextlib.suppress(StorageError):  # a directory in its place
+                        if entry.name == disk_names.manifest(node):
+                            found.append(listing.manifest_or_none(self._storage, folder, node))
+                        elif grave is not None and (place, node, grave.run) in wanted:
+                            found.append(settle.buried(self._storage, f"{folder}/{entry.name}"))
+        runs_wanted = {(node, run) for _, node, run in wanted}
+        return [one.attempt for one in found if one and (one.node, one.attempt.run) in runs_wanted]
 
     def unpublished(self, headers: Iterable[Header]) -> Iterator[tuple[Header, ShardRecord]]:
         """What this node made durable in the runs of ``headers`` and no manifest covers, with a header like theirs."""

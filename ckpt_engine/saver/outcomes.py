@@ -64,6 +64,13 @@ def outcome_of(error: CkptError, header: Header, status: str = "failed") -> Outc
     )
 
 
+def with_committed(ring: Iterable[Outcome], attempts: Iterable[Attempt]) -> tuple[Outcome, ...]:
+    """``ring`` and, by their order, the committed ``attempts`` that it says nothing of: the oldest go first."""
+    known = {(old.order, old.run): old for old in ring}
+    found = {(one.order, one.run): Outcome(one.order, one.run, "committed") for one in attempts}
+    return tuple(sorted((found | known).values(), key=lambda outcome: outcome.order))
+
+
 def refusal(attempt: Attempt, by: Attempt | None, known: Iterable[RunClaim], *, live: bool) -> PersistError:
     """Why ``publish`` refused: (its run is ``live``) taken over, saved anew as ``by``, or given up by its own job."""
     other = next((one for one in known if one.generation >= attempt.generation and one.run != attempt.run), None)

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
 
@@ -23,7 +24,7 @@ from ckpt_engine.messages import Ended, Mailbox, Message, Wake
 from ckpt_engine.names import Names, SegmentName
 from ckpt_engine.saver import endings
 from ckpt_engine.saver.committer import Committer
-from ckpt_engine.saver.outcomes import outcome_from
+from ckpt_engine.saver.outcomes import outcome_from, with_committed
 from ckpt_engine.saver.peers import Peer, Peers
 from ckpt_engine.saver.persist import Job, Writer
 from ckpt_engine.slots import BREAKPOINT, RETIRED, Header, Slot, open_all
@@ -84,7 +85,7 @@ class Server:
         self._say(pid=os.getpid(), version=PROTOCOL, epoch=epoch, ready=False, outcomes=before.outcomes)
         self._look()
         held = self.headers
-        self.committer.ask(lambda: self.committer.recover(held, self.root))
+        self.committer.ask(lambda: self.committer.recover(held, self.root, lambda found: self._say(committed=found)))
         self.writer.start()
         self.committer.start()
         self._say(ready=True)
@@ -289,9 +290,11 @@ class Server:
             self.tell(local_rank, Ended(outcome.status, header.attempt.digest))
         self.wake()
 
-    def _say(self, outcome: Outcome | None = None, **changes: object) -> None:
-        """Change our control page; ``outcome`` goes to the end of the ring."""
+    def _say(self, outcome: Outcome | None = None, committed: Sequence[Attempt] = (), **changes: object) -> None:
+        """Change our control page; ``outcome`` goes to the end of the ring, new ones of ``committed`` by order."""
         with self._mutex:
+            if committed:
+                changes["outcomes"] = with_committed(self._record.outcomes, committed)[-RING:]
             if outcome is not None:
                 ring = [old for old in self._record.outcomes if (old.order, old.run) != (outcome.order, outcome.run)]
                 changes["outcomes"] = (*ring, outcome)[-RING:]

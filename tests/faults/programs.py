@@ -71,7 +71,7 @@ def _do(me: Any, engine: Any, handles: dict[int, Any], verb: str, **order: Any) 
         if order.get("bad"):
             state[f"rank{me.rank}.pt"]["bad"] = lambda: None
         if verb == "storage":
-            handles[step] = engine.save_to_storage(step, state)
+            handles[step] = engine.save_to_storage(step, state, tag=order.get("tag"))
             staged = handles[step].staged
         else:
             staged = engine.save_to_memory(step, state)

@@ -106,6 +106,17 @@ def test_a_saver_killed_while_it_works_is_replaced_and_its_checkpoint_is_committ
     leave([again])
 
 
+@pytest.mark.parametrize("tag", ["best", ""], ids=["its tag is taken", "retention removes it"])
+def test_what_a_saver_published_and_died_before_it_said_so_is_told_by_the_next_one(lab: Lab, tag: str) -> None:
+    rank = start(lab, "publish:complete:1:kill", once=str(lab.dir / "once"), options={"keep_last": 1})
+    for step in (1, 2, 3):
+        assert do(rank, "storage", step=step, tag=tag or f"tag{step}")["error"] == ""
+    for step in (3, 2, 1):  # the first is asked when nothing on disk tells of it
+        end = do(rank, "result", step=step, timeout_s=10)
+        assert end["error"] == "" and end["seconds"] < 5, end
+    leave([rank])
+
+
 def test_an_idle_saver_that_is_killed_loses_nothing(lab: Lab) -> None:
     rank = start(lab)
     do(rank, "memory", step=1)
