@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import errno
 import mmap
 import os
@@ -205,9 +204,13 @@ class Source:
             )
         for one in self.candidate.committed:
             if _has(one, key):
-                with contextlib.suppress(NotFound):  # removed meanwhile, or not visible here yet
+                try:
                     listing.read_verified(self._storage, one, entry, memory, threads=self._threads)
                     return entry.crc32
+                except NotFound as error:  # removed meanwhile, or not visible here yet
+                    now = listing.manifest_or_none(self._storage, one.commit_dir, one.manifest.node)
+                    if now is not None and now.attempt.order > one.order:
+                        raise Corrupt(str(error), path=entry.name, want=entry.crc32, got=now.attempt.id) from error
         raise Corrupt(
             f"{entry.name} of {self.candidate.attempt.tag} is gone", path=entry.name, want=entry.crc32, got=None
         )
