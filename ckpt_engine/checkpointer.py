@@ -47,7 +47,6 @@ class Entry:
     attempt: Attempt
     commit_dir: str
     storage: bool
-    begin: float
 
 
 class Checkpointer:
@@ -121,7 +120,7 @@ class Checkpointer:
             self.link.wake("failed")
             raise
         parent = os.path.realpath(directory) if directory else self.root
-        entry = Entry(attempt, os.path.join(parent, attempt.tag), storage, time.monotonic())
+        entry = Entry(attempt, os.path.join(parent, attempt.tag), storage)
         if not self._saved:
             leave_other_lines(self.storage, self.root, self.buffers, self.claim)
         self.link.say(

@@ -44,9 +44,6 @@ class Mapping:
         """True if someone removed the name (logind's RemoveIPC, an administrator): it will not outlive us."""
         return os.fstat(self._fd).st_nlink == 0
 
-    def inode(self) -> int:
-        return os.fstat(self._fd).st_ino
-
     def close(self) -> None:
         """Unmap. A view that is still exported keeps the memory until it is gone."""
         if self._fd >= 0:
