@@ -27,7 +27,13 @@ def launch(lab: Lab, launcher: list[str], steps: int) -> str:
     options += ["--width", "32", "--layers", "2", "--dtype", "bf16"]
     done = subprocess.run(
         [sys.executable, "-m", *launcher, str(script), *options],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        env={
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "PYTHONUNBUFFERED": "",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
