@@ -18,7 +18,7 @@ from ckpt_engine import image
 from ckpt_engine.agreement import agree_on_confirmed, agree_on_root, agree_on_run, leave_other_lines
 from ckpt_engine.buffers import Buffers, Lease, seal
 from ckpt_engine.config import Options, copy_threads, hook_from_environment, require_linux, whole
-from ckpt_engine.errors import CkptError, ConfigError, Corrupt, RestoreError, StagingError, StorageError
+from ckpt_engine.errors import CkptError, ConfigError, Corrupt, StagingError, StorageError
 from ckpt_engine.events import log, span
 from ckpt_engine.group import Group, meet, my_node, places, together
 from ckpt_engine.handles import Destination, Handle, Outbox, Published, Staged
@@ -26,7 +26,7 @@ from ckpt_engine.link import Link
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.names import names_for
 from ckpt_engine.reading import Reading
-from ckpt_engine.restore import How, RestoreReport, Wants, candidates, choose, look, take
+from ckpt_engine.restore import Facts, How, RestoreReport, Wants, choose, look, take
 from ckpt_engine.slots import Header
 from ckpt_engine.source import Candidate, Share, Source
 from ckpt_engine.staging import Planned, fill, space
@@ -274,16 +274,15 @@ class Checkpointer:
         self._require_open()
         layout = self.options.layout
 
-        def ask() -> Any:
+        def ask() -> Facts:
             wanted = None if step is None else whole("step", step, 0, MAX_STEP)
             return look(self.storage, self.buffers.node_slots(), self.root, self.place, layout, wanted)
 
         with span("restore", step=step) as said:
-            facts = together(self.group, ask, RestoreError)
             share = Share(self.group, self.place, self.link.names)
             how = How(self._open_source, wants, share, load)
             try:
-                report = take(self.group, self.place, self.root, facts, candidates(facts, self.root_id, layout), how)
+                report = take(self.group, self.place, self.root, ask, self.root_id, layout, how)
             finally:
                 share.remove()
             said |= {"step": report.step, "source": report.source, "skipped": len(report.skipped)}
@@ -293,7 +292,7 @@ class Checkpointer:
     def open_verified(self, candidate: Candidate, wants: Wants) -> Source:
         """``candidate``, whose files every rank has verified. Collective. Raises Corrupt on all ranks alike."""
         how = How(self._open_source, wants, Share(self.group, self.place, self.link.names))
-        source, skipped = choose(self.group, self.place, [candidate], how)
+        source, skipped = choose(self.group, self.place, lambda: [candidate], how)
         if source is None:
             reason = skipped[0].reason
             raise Corrupt(f"{candidate.attempt.tag}: {reason}", path=candidate.attempt.tag, want="intact", got=reason)

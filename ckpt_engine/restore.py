@@ -2,7 +2,7 @@
 
 All ranks see the same facts (one gather), so the choice is a pure function that each computes for itself. Files that
 a node lacks are broadcast in one planned sequence; then every rank verifies what it wants, all compare notes, and
-damage anywhere moves everybody to the next older candidate.
+damage anywhere moves everybody to the next candidate, as the root is then.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ckpt_engine.slots import Slot
 from ckpt_engine.source import Candidate, Held, Share, Source
 from ckpt_engine.storage.base import Storage
 
+MAX_TRIED = 1000  # a root whose owner is always faster has to be read at another time
 Wants = Callable[[Sequence[tuple[int, FileEntry]]], tuple[Iterable[str], Iterable[str]]]
 """(rank, file) of all files of an attempt → the names this rank verifies and keeps, and those it may read later."""
 
@@ -40,7 +41,7 @@ class How:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """What was not used, newer than what was, and why."""
+    """What was tried or seen before what was used, and why it was not used."""
 
     attempt: str
     step: int
@@ -53,7 +54,7 @@ class RestoreReport:
     """What a restore found. ``source``: "memory", "storage" or None (nothing to restore: ``step`` is 0).
 
     ``state``: {file name: object} of this rank (plain engine). ``client_state``: what the framework stored beside.
-    ``skipped``: newer ones that could not be used. ``unmanaged``: tags without a manifest in the root, written
+    ``skipped``: better ones that could not be used. ``unmanaged``: tags without a manifest in the root, written
     by someone else. ``verified_bytes``: bytes whose CRC this rank checked.
     """
 
@@ -70,14 +71,13 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one rank contributes to the choice; most ranks contribute only the step they were asked for."""
+    """What one rank contributes: most only the step they were asked for. Claims of what is held are in its headers."""
 
     node: int
     step: int | None
     held: tuple[Held, ...] = ()
     committed: tuple[Committed, ...] = ()
     claims: tuple[RunClaim, ...] = ()
-    on_disk: bool = False
     damaged: tuple[str, ...] = ()
     unmanaged: tuple[str, ...] = ()
 
@@ -102,18 +102,15 @@ def look(storage: Storage, slots: Iterable[Slot], root: str, place: Place, layou
         found = slot.snapshot()
         if found is not None and found[1].root == root:
             held.append(Held(place.node, slot.name, found[1]))
-    in_memory = {one.header.claim.run: one.header.claim for one in held}
     if not place.reads_root(layout):
-        return Facts(place.node, step, tuple(held), claims=tuple(in_memory.values()))
+        return Facts(place.node, step, tuple(held))
     there = listing.list_committed(storage, root)
-    on_disk = {claim.run: claim for claim in runs.read_runs(storage, root)}
     return Facts(
         place.node,
         step,
         tuple(held),
         there.committed,
-        tuple((in_memory | on_disk).values()),
-        True,
+        runs.read_runs(storage, root),
         tuple(str(damage) for damage in there.damaged),
         listing.unmanaged(storage, root),
     )
@@ -125,13 +122,14 @@ def candidates(facts: Sequence[Facts], root_id: str, layout: str) -> Choice:
     Without a step only attempts on the line count; with it, all of that step. Checkpoints of another root, that
     somebody copied here, count where there is none of this one, or where their step is asked for.
     """
-    steps = {fact.step for fact in facts}
-    if len(steps) > 1:
-        raise ConfigError(f"the ranks were asked for different steps: {sorted(map(str, steps))}")
-    (step,) = steps
-    claims = {claim.run: claim for fact in sorted(facts, key=lambda f: not f.on_disk) for claim in fact.claims}.values()
+    step, *others = {fact.step for fact in facts}
+    if others:
+        raise ConfigError(f"the ranks were asked for different steps: {sorted(map(str, (step, *others)))}")
     partial: list[tuple[Attempt, Skipped]] = []
-    found = _from_memory([held for fact in facts for held in fact.held], root_id, partial)
+    held = [one for fact in facts for one in fact.held]
+    claims = [claim for fact in facts for claim in fact.claims]
+    claims += {one.header.claim: None for one in held if one.header.attempt.root_id == root_id}
+    found = _from_memory(held, root_id, partial)
     stored = _from_storage(facts, layout, partial)
     own = [one for one in stored if one.attempt.root_id == root_id]
     found += stored if step is not None else own or (stored if not found else [])
@@ -152,12 +150,15 @@ def candidates(facts: Sequence[Facts], root_id: str, layout: str) -> Choice:
 def _from_memory(held: Sequence[Held], root_id: str, partial: list[tuple[Attempt, Skipped]]) -> list[Candidate]:
     by_attempt: dict[Attempt, dict[int, Held]] = {}
     for one in held:
-        if one.header.attempt.root_id == root_id:
-            by_attempt.setdefault(one.header.attempt, {})[one.header.rank] = one
+        by_attempt.setdefault(one.header.attempt, {})[one.header.rank] = one
     made = []
     for attempt, parts in by_attempt.items():
+        if attempt.root_id != root_id:
+            partial.append(
+                (attempt, Skipped(attempt.tag, attempt.step, "memory", f"of a removed root {attempt.root_id}"))
+            )
         world = next(iter(parts.values())).header.world
-        if not _whole(attempt, "memory", world, parts, partial):
+        if attempt.root_id != root_id or not _whole(attempt, "memory", world, parts, partial):
             continue
         files = tuple((rank, file.entry) for rank, part in sorted(parts.items()) for file in part.header.files)
         files = tuple((rank, entry) for rank, entry in files if entry.origin == "shard")
@@ -195,15 +196,21 @@ def _whole(
 
 
 def take(
-    group: Group,
-    place: Place,
-    root: str,
-    facts: Sequence[Facts],
-    choice: Choice,
-    how: How,
+    group: Group, place: Place, root: str, ask: Callable[[], Facts], root_id: str, layout: str, how: How
 ) -> RestoreReport:
-    """The report of what all ranks chose, verified and loaded. Collective; an error on one rank is one on all."""
-    source, tried = choose(group, place, choice.candidates, how)
+    """The report of what all ranks chose, verified and loaded. Collective; an error on one rank is one on all.
+
+    ``ask``: what this rank can tell now; asked before each candidate, for the last one may have gone or been replaced.
+    """
+    facts, choice = list[Facts](), Choice(())
+
+    def again() -> Sequence[Candidate]:
+        nonlocal facts, choice
+        facts = together(group, ask, RestoreError)
+        choice = candidates(facts, root_id, layout)
+        return choice.candidates
+
+    source, tried = choose(group, place, again, how)
     report = RestoreReport(0, None)
     if source is None:
         nothing_usable(root, facts, choice, tried)
@@ -213,8 +220,8 @@ def take(
             together(group, lambda: loaded.update(how.load(chosen)), RestoreError)
         finally:
             source.close()
-        attempt = source.candidate.attempt
-        report = RestoreReport(attempt.step, source.candidate.source, attempt, attempt.tag, loaded)
+        one = source.candidate
+        report = RestoreReport(one.attempt.step, one.source, one.attempt, one.attempt.tag, loaded)
         report = replace(report, verified_bytes=source.verified_bytes)
     return replace(
         report,
@@ -224,14 +231,19 @@ def take(
 
 
 def choose(
-    group: Group, place: Place, found: Sequence[Candidate], how: How
+    group: Group, place: Place, look: Callable[[], Sequence[Candidate]], how: How
 ) -> tuple[Source | None, tuple[Skipped, ...]]:
-    """The first candidate that every rank verified, opened; None if there is none. Collective.
+    """The best candidate that every rank verified, opened; None if there is none. Collective.
 
+    ``look``: the candidates there are now, the same on all ranks, best first; none is tried twice.
     Raises WorldMismatch if the newest candidate was saved by another number of ranks.
     """
-    skipped: list[Skipped] = []
-    for candidate in found:
+    skipped, tried = list[Skipped](), set[tuple[Attempt, str]]()
+    while len(tried) < MAX_TRIED:
+        candidate = next((one for one in look() if (one.attempt, one.source) not in tried), None)
+        if candidate is None:
+            break
+        tried.add((candidate.attempt, candidate.source))
         if candidate.world != group.world:
             raise WorldMismatch(
                 f"{candidate.attempt.tag} was saved by {candidate.world} ranks, this job has {group.world}. Start as "

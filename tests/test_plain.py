@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_engine import CheckpointEngine, SaverOptions
+from ckpt_engine import CheckpointEngine, SaverOptions, checkpointer
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.messages import Mailbox, unlink
+from ckpt_engine.restore import look
+from ckpt_engine.waits import Deadline, until
 
 OPTIONS = ["keep_last", "slots", "when_busy", "wait_s", "on_error", "layout", "job", "name"]
 OPTIONS += ["saver", "rank", "world_size", "node_id"]
@@ -137,3 +139,31 @@ def test_names_that_cannot_be_files_together_are_refused_before_a_byte(
 def test_a_tag_that_the_file_system_uses_itself_is_refused(engine: CheckpointEngine) -> None:
     with pytest.raises(ConfigError, match=r"lost\+found"):
         engine.save_to_storage(1, {"a": 1}, tag="lost+found")
+
+
+@pytest.mark.parametrize("tags", [("same", "same"), ("one", "two")], ids=["saved anew", "removed"])
+def test_what_goes_between_the_look_and_the_lease_does_not_hide_what_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tags: tuple[str, str]
+) -> None:
+    brief = SaverOptions(linger_s=0.0)
+    looks: list[int] = []
+    root = tmp_path / "root"
+    with (
+        CheckpointEngine(root, node_id=str(tmp_path), saver=brief, keep_last=1) as writer,
+        CheckpointEngine(root, node_id=str(tmp_path), saver=brief, job="reader") as reader,
+    ):
+        writer.save_to_storage(1, {"a.pt": 1}, tag=tags[0]).result()
+
+        def look_and_lose(*arguments: object) -> object:
+            found = look(*arguments)  # type: ignore[arg-type]
+            looks.append(1)
+            if len(looks) == 1:
+                writer.save_to_storage(2, {"a.pt": 2}, tag=tags[1]).result()
+                if tags[0] != tags[1]:
+                    assert until(lambda: not (root / tags[0] / "a.pt").exists(), Deadline(20.0))
+            return found
+
+        monkeypatch.setattr(checkpointer, "look", look_and_lose)
+        report = reader.restore()
+    assert (report.step, report.tag, report.state["a.pt"]) == (2, tags[1], 2)
+    assert len(looks) == 2 and [one.step for one in report.skipped] == [1]

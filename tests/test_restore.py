@@ -61,7 +61,7 @@ def stored(one: Attempt, node: int | None = None, ranks: tuple[int, ...] = (0, 1
 def facts(
     *memory: Held, disk: tuple[Committed, ...] = (), claims: tuple[RunClaim, ...] = (), step: int | None = None
 ) -> list[Facts]:
-    return [Facts(0, step, memory, disk, claims, on_disk=True), Facts(1, step)]
+    return [Facts(0, step, memory, disk, claims), Facts(1, step)]
 
 
 def chosen(found: Choice) -> list[tuple[tuple[int, int], str]]:
@@ -84,7 +84,7 @@ def test_the_newest_attempt_comes_first_and_memory_before_storage_at_the_same_at
 
 def test_equal_steps_of_different_attempts_never_make_one_candidate() -> None:
     one, other = attempt(1, 1, step=5), attempt(2, 1, step=5)
-    found = candidates(facts(held(one, 0), held(other, 1)), ROOT, "shared")
+    found = candidates(facts(held(one, 0), held(other, 1, resumed_from=one)), ROOT, "shared")
     assert found.candidates == () and len(found.partial) == 2
 
 
@@ -109,11 +109,17 @@ def test_an_abandoned_line_counts_only_if_its_step_is_asked_for() -> None:
 
 def test_a_claim_on_disk_beats_one_in_a_header_of_the_same_generation() -> None:
     old = attempt(1, 1)
-    stale = replace(claim(2), run="f" * 16)
-    found = candidates(
-        [Facts(1, None, claims=(stale,)), *facts(disk=(stored(old),), claims=(claim(2, old),))], ROOT, "shared"
-    )
+    late = replace(held(attempt(2, 1), 1, 1).header, claim=replace(claim(2), run="f" * 16))
+    there = replace(held(attempt(2, 1), 1, 1), header=late)
+    on_disk = facts(disk=(stored(old),), claims=(claim(2, old),))
+    assert chosen(candidates([Facts(1, None, (there,)), *on_disk], ROOT, "shared")) == [((1, 1), "storage")]
+
+
+def test_what_memory_holds_of_a_removed_root_abandons_nothing_of_the_one_that_is_there() -> None:
+    removed = attempt(7, 1, 70, OTHER)
+    found = candidates(facts(*both(removed), disk=(stored(attempt(1, 1)),), claims=(claim(1),)), ROOT, "shared")
     assert chosen(found) == [((1, 1), "storage")]
+    assert [one.step for one in found.newer_than(found.candidates[0].attempt)] == [70]
 
 
 def test_checkpoints_of_another_root_count_where_there_is_none_of_this_one_or_by_step() -> None:
@@ -135,11 +141,11 @@ def test_files_of_the_framework_and_tools_are_no_part_of_a_memory_candidate() ->
 def test_node_local_parts_make_one_candidate_and_know_who_can_read_them() -> None:
     one = attempt(1, 1)
     here, there = stored(one, 0, (0,)), stored(one, 1, (1,))
-    told = [Facts(0, None, committed=(here,), on_disk=True), Facts(1, None, committed=(there,), on_disk=True)]
+    told = [Facts(0, None, committed=(here,)), Facts(1, None, committed=(there,))]
     (found,) = candidates(told, ROOT, "node-local").candidates
     assert (found.nodes_of((0, "rank0.pt")), found.nodes_of((1, "rank1.pt"))) == (frozenset({0}), frozenset({1}))
     assert candidates(told[:1], ROOT, "node-local").candidates == ()
-    same = [Facts(node, None, committed=(here, there), on_disk=True) for node in (0, 1)]
+    same = [Facts(node, None, committed=(here, there)) for node in (0, 1)]
     (found,) = candidates(same, ROOT, "node-local").candidates
     assert found.nodes_of((1, "rank1.pt")) == frozenset({0, 1})
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckpt_engine import commit, disk_names, listing, retention, runs, settle, sweep
 from ckpt_engine.config import SaverOptions
-from ckpt_engine.errors import CkptError, StorageError
+from ckpt_engine.errors import CkptError, ConfigError, Corrupt, StaleRun, StorageError
 from ckpt_engine.events import log, span
 from ckpt_engine.manifest import Attempt, Committed, Manifest, RunClaim, ShardRecord
 from ckpt_engine.record import MAX_RECORD_BYTES
@@ -53,10 +53,28 @@ class Ledger:
         return found is not None and found.attempt == header.attempt
 
     def claim(self, header: Header) -> None:
-        """Before the first byte of a run: its number is ours. Raises StaleRun. In the writer's thread."""
-        if header.claim.run in self._claimed or (node_of(header) is None and header.node != 0):
+        """Before the first byte: this is the root the snapshot was made for, and the number of its run is ours.
+
+        A root that was removed under a job that goes on saving is the same root again: it gets its id and claim back.
+        Raises StaleRun: another run has that number, or another root lies there now. In the writer's thread.
+        """
+        id = header.attempt.root_id
+        try:
+            there = runs.root_id(self._storage, header.root)
+        except Corrupt as error:
+            log.warning("%s: saving goes on; the next start will ask for a repair", error)
+            there = id
+        if there not in (None, id):
+            raise StaleRun(f"{header.root} was removed, and what lies there now is the root {there}", other=f"{there}")
+        keeper = node_of(header) is not None or header.node == 0
+        if not keeper or (there and header.claim.run in self._claimed):
             return
         with span("claim", generation=header.claim.generation, run=header.claim.run):
+            try:
+                if there is None:
+                    runs.adopt_root_id(self._storage, header.root, id)
+            except ConfigError as error:  # another job made a new root of it in this instant
+                raise StaleRun(str(error), other=header.root) from error
             runs.claim_run(self._storage, header.root, header.claim)
         self._claimed.add(header.claim.run)
 

@@ -114,7 +114,7 @@ def restored(root: Path, step: int | None = None) -> tuple[int, tuple[str, ...]]
         return Source(candidate, PLACE, [], disk, 1)
 
     share = Share(Alone(), PLACE, Names("0" * 16))
-    source, tried = restore.choose(Alone(), PLACE, choice.candidates, restore.How(opened, wants, share))
+    source, tried = restore.choose(Alone(), PLACE, lambda: choice.candidates, restore.How(opened, wants, share))
     skipped = tuple(one.reason for one in (*choice.damaged, *tried))
     if source is None:
         restore.nothing_usable(folder, facts, choice, tried)

@@ -163,3 +163,38 @@ def attaches(me: Any, job: str) -> None:
     me.hear("go")
     with CheckpointEngine(me.root, job=job) as ckpt:
         me.say("attached", root_id=ckpt._core.root_id)
+
+
+def test_a_root_that_is_removed_under_a_job_is_the_same_root_after_its_next_save(lab: Lab) -> None:
+    team = Team(lab, "ab").open()
+    team.commit(1)
+    shutil.rmtree(lab.root)
+    team.commit(2)
+    team.save(3)
+    team.kill()
+    team = Team(lab, "ab").open()
+    assert (found := team.restore())["step"] == 3 and found["source"] == "memory", found
+    team.commit(4)
+    team.leave()
+    assert committed(lab.root) == [(4, "global_step4"), (2, "global_step2")] and whole(lab.root)
+
+
+def test_a_root_that_another_job_made_anew_gets_nothing_of_the_one_before(lab: Lab) -> None:
+    one = Team(lab, "a", job="one").open()
+    one.commit(1)
+    shutil.rmtree(lab.root)
+    two = Team(lab, "a", job="two").open()
+    two.commit(1, line="two")
+    one.ok("save", step=2, storage=True)
+    (answer,) = one.all("result", step=2)
+    assert answer["error"] == "StaleRun" and "was removed, and what lies there now is the root" in answer["text"], (
+        answer
+    )
+    one.save(3)  # its training goes on
+    one.kill()
+    two.leave()
+    assert committed(lab.root) == [(1, "global_step1")] and whole(lab.root)
+    one = Team(lab, "a", job="one").open()
+    found = one.restore()
+    assert found["line"] == "two" and any("removed root" in one[2] for one in found["skipped"]), found
+    one.leave()

@@ -117,15 +117,16 @@ class Lines:
         facts = []
         for node in range(WORLD):
             held = [save for save in history.saves if save.held[node]]
-            known = {save.attempt.run for save in held} | (history.claimed if node == 0 else set())
             facts.append(
                 restore.Facts(
                     node,
                     step,
-                    tuple(Held(node, SegmentName("0" * 16, 0, 0, 1), header_of(s.attempt, node)) for s in held),
+                    tuple(
+                        Held(node, SegmentName("0" * 16, 0, 0, 1), header_of(s.attempt, claims[s.attempt.run], node))
+                        for s in held
+                    ),
                     tuple(committed_of(s.attempt) for s in history.saves if s.committed and node == 0),
-                    tuple(claims[run] for run in sorted(known)),
-                    node == 0,
+                    tuple(claims[run] for run in sorted(history.claimed) if node == 0),
                 )
             )
         found = restore.candidates(facts, ROOT_ID, "shared").candidates
@@ -191,8 +192,7 @@ def mark(attempt: Attempt) -> int:
 
 
 @lru_cache(None)
-def header_of(attempt: Attempt, rank: int) -> Header:
-    claim = RunClaim(attempt.generation, attempt.run, None, WORLD, 0)
+def header_of(attempt: Attempt, claim: RunClaim, rank: int) -> Header:
     return Header(
         attempt, claim, rank, 0, WORLD, rank, WORLD, (rank,), "shared", "/root", f"/root/{attempt.tag}", None, None,
         False, (SlotFile(f"{rank}.pt", 0, 1, mark(attempt)),),
