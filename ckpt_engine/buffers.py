@@ -140,7 +140,7 @@ class Buffers:
         slot = self._claimed(by_view[chosen])
         if slot is None or slot.capacity >= need_bytes:
             return slot
-        log.warning("slot %s holds %d bytes and %d are needed: a new edition", slot.name, slot.capacity, need_bytes)
+        log.info("the state outgrew %s (%d bytes): a larger buffer for %d", slot.name, slot.capacity, need_bytes)
         self._retire(slot)
         return self._take(need_bytes, deadline)
 

@@ -60,6 +60,8 @@ def _list(args: argparse.Namespace) -> int:
     from ckpt_engine.storage.posix import PosixStorage
 
     storage, root = PosixStorage(), os.path.realpath(args.root)
+    if not os.path.isdir(root):
+        raise FileNotFoundError(f"there is no directory {root}")
     found = listing.list_committed(storage, root)
     for one in found.committed:
         manifest = one.manifest
@@ -69,7 +71,10 @@ def _list(args: argparse.Namespace) -> int:
             f"{manifest.attempt.tag}  step {manifest.attempt.step}  {manifest.world} ranks  {nbytes} bytes  "
             f"{manifest.attempt.id}{node}"
         )
-    for tag in listing.unmanaged(storage, root):
+    unmanaged = listing.unmanaged(storage, root)
+    if not (found.committed or unmanaged or found.damaged):
+        _say(f"no checkpoints in {root}")
+    for tag in unmanaged:
         _say(f"{tag}  unmanaged (no manifest: written by someone else, never deleted)")
     for damage in found.damaged:
         _say(f"damaged: {damage}")
@@ -100,20 +105,29 @@ def _gc(args: argparse.Namespace) -> int:
     from ckpt_engine import locks
     from ckpt_engine.names import Names
 
-    left = 0
+    left, waiting = 0, set[int]()
     for hash_ in _hashes():
         names = Names(hash_)
         roots, lines = _held(names)
         if args.root and os.path.realpath(args.root) not in roots:
             continue
         ours = names.run_dir.is_dir() and names.run_dir.lstat().st_uid == os.geteuid()
-        locked = (names.saver_lock, *names.rank_locks().values()) if ours else ()
-        alive = any(locks.holder(path) is not None for path in locked)
+        locked = [locks.holder(path) for path in names.rank_locks().values()] if ours else []
+        ranks = [pid for pid in locked if pid is not None]
+        saver = locks.holder(names.saver_lock) if ours else None
+        alive = bool(ranks) or saver is not None
+        what = "live" if ranks else f"waits (saver {saver})" if alive else "removed" if args.delete else "dead"
         for line in lines:
-            _say(f"{'live' if alive else 'dead'}  {line}")
+            _say(f"{what}  {line}")
         left += not alive
+        waiting |= {saver} if saver is not None and not ranks else set()
         if args.delete and not alive:
             _remove(names, with_run_dir=ours)
+    if waiting:
+        _say(
+            f"savers {sorted(waiting)} wait for a restart of their jobs, and end by themselves after linger_s; SIGTERM "
+            "ends one earlier: what is newer than its checkpoints is saved first"
+        )
     if left and not args.delete:
         _say("dead ones wait for a restart of their job; 'ckpt-engine gc --delete' removes them")
     return 0

@@ -149,7 +149,9 @@ def check_tag(tag: str) -> None:
     """Raise ValueError unless ``tag`` can be a directory in the root."""
     _check_part(tag, tag)
     if "/" in tag or tag in (LATEST, LOST_AND_FOUND):
-        raise ValueError(f"{tag!r} cannot be a tag")
+        raise ValueError(
+            f"{tag!r} is not one plain name" if "/" in tag else f"{tag!r} has a meaning of its own in a root"
+        )
 
 
 def _check_part(part: str, name: str) -> None:

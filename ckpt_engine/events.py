@@ -59,7 +59,7 @@ def emit(event: Event) -> None:
         counters[f"{event.name}.{event.phase}"] += 1
     level = {"started": logging.DEBUG, "failed": logging.WARNING}.get(event.phase, logging.INFO)
     if log.isEnabledFor(level):
-        facts = " ".join(f"{key}={value}" for key, value in event.facts.items())
+        facts = " ".join(f"{key}={value}" for key, value in event.facts.items() if value is not None)
         took = "" if event.phase == "started" else f" seconds={event.seconds:.4f}"
         log.log(level, "%s %s %s%s", event.name, event.phase, facts, took)
 

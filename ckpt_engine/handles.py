@@ -84,6 +84,16 @@ class Handle:
     def step(self) -> int:
         return self.staged.step
 
+    def __repr__(self) -> str:
+        ended = (
+            "committed"
+            if isinstance(self._end, Published)
+            else f"failed: {self._end}"
+            if self._end
+            else "no outcome yet"
+        )
+        return f"<Handle of step {self.step}: {ended}>"
+
     def done(self) -> bool:
         """True if it is known how this save ended; never blocks on storage."""
         return self._poll(look=False)

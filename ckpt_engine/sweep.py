@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ckpt_engine import disk_names, runs
-from ckpt_engine.commit import attempt_path
 from ckpt_engine.disk_names import AttemptName
 from ckpt_engine.errors import Corrupt, StorageError
 from ckpt_engine.listing import in_tag, list_committed, paths_of, read_manifest_at, tag_dirs
-from ckpt_engine.manifest import Attempt, Committed, Manifest
+from ckpt_engine.manifest import Committed, Manifest
 from ckpt_engine.settle import buried, names_of_peers, parents_of, roll_forward
 from ckpt_engine.storage.base import Storage, remove_tree
 
@@ -51,15 +50,6 @@ def remove_checkpoint(storage: Storage, committed: Committed) -> Removal:
         if storage.size(path) is not None:
             raise
     return _bury(storage, folder, grave)
-
-
-def discard_shard(
-    storage: Storage, root: str, attempt: Attempt, rank: int, names: Iterable[str], *, node: int | None = None
-) -> None:
-    """Remove what one rank wrote of an attempt that failed or was cancelled: its record first. Best effort."""
-    for name in (disk_names.shard_record(rank), *names):
-        with contextlib.suppress(StorageError):
-            storage.unlink(attempt_path(root, attempt, name, node=node))
 
 
 def sweep(

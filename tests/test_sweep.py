@@ -265,14 +265,6 @@ def test_trouble_in_one_directory_does_not_keep_the_sweep_from_the_others(root: 
     assert [os.path.relpath(path, root) for path in gone] == [folder_of(attempt_of(2, "tag2"))]
 
 
-def test_a_discarded_shard_leaves_nothing_and_other_ranks_untouched(root: str) -> None:
-    attempt = attempt_of(3, "tag3")
-    for rank in (0, 1):
-        write_shard(disk, root, attempt, rank, (f"{rank}.pt",))
-    sweep.discard_shard(disk, root, attempt, 0, ["0.pt", "never-written.pt"])
-    assert [entry.name for entry in disk.list_dir(commit.attempt_path(root, attempt))] == [".shard-00001.json", "1.pt"]
-
-
 def test_many_retentions_in_a_row_keep_one_checkpoint_and_no_leftover(root: str) -> None:
     for seq in range(3, 16):
         save(root, attempt_of(seq, f"tag{seq}"))

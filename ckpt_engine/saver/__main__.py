@@ -17,7 +17,9 @@ from ckpt_engine.saver.server import Server
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="ckpt-engine saver", description=__doc__)
+    top = argparse.ArgumentParser(
+        prog="ckpt-engine saver", description="The daemon that makes checkpoints of what ranks stage."
+    )
     verbs = top.add_subparsers(dest="verb", required=True)
     run = verbs.add_parser("run", help="persist what the ranks of this node stage, until they are gone")
     run.add_argument("--root", required=True, help="checkpoint directory, as given to attach() or CheckpointEngine()")
