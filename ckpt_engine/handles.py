@@ -85,14 +85,9 @@ class Handle:
         return self.staged.step
 
     def __repr__(self) -> str:
-        ended = (
-            "committed"
-            if isinstance(self._end, Published)
-            else f"failed: {self._end}"
-            if self._end
-            else "no outcome yet"
-        )
-        return f"<Handle of step {self.step}: {ended}>"
+        end = self._end
+        told = "no outcome yet" if end is None else f"failed: {end}" if isinstance(end, CkptError) else "committed"
+        return f"<Handle of step {self.step}: {told}>"
 
     def done(self) -> bool:
         """True if it is known how this save ended; never blocks on storage."""
