@@ -193,8 +193,7 @@ class Buffers:
         self._link.wake("joined")
 
     def _stop_populating(self, name: SegmentName) -> None:
-        thread = self._populating.pop(name, None)
-        if thread is not None:
+        if (thread := self._populating.pop(name, None)) is not None:
             thread.stop()
 
     def _let_go_of_peers(self) -> None:
@@ -203,16 +202,20 @@ class Buffers:
         self._theirs.clear()
 
     def _room_for(self, need_bytes: int) -> bool:
-        """True if a larger edition fits now, False if retired ones may still make room. Raises ShmFull."""
+        """True if a larger edition fits now, False if what we retired may still make room. Raises ShmFull."""
         room = budget.room()
         if room.free_bytes >= _segment_bytes(need_bytes):
             return True
         self._short = self._short or Deadline(_ROOM_S)
         if not self._short.expired():
             return False
+        if self.count > 1 and room.free_bytes + sum(s.capacity for s in self.mine()) >= _segment_bytes(need_bytes):
+            log.warning("%s leaves room for one buffer of %d bytes only: slots=1 from now on", room.limit, need_bytes)
+            self.count, self._short = 1, None
+            self._link.say(slots=1)
+            return False
         raise ShmFull(
-            f"the state grew to {need_bytes} bytes, more than its slot; {room.limit} leaves {room.free_bytes}. Enlarge "
-            "it, or end this job and start it with fewer slots",
+            f"the state grew to {need_bytes} bytes, and {room.limit} leaves {room.free_bytes}: enlarge it",
             need_bytes=need_bytes,
             free_bytes=room.free_bytes,
             limit=room.limit,
@@ -242,19 +245,17 @@ class Buffers:
         return count
 
     def _decided_by_peer(self) -> int:
-        for local_rank in range(self._local_world):
-            if local_rank != self._link.local_rank and self._alive(local_rank):
-                page = self._peer(local_rank)
-                if page is not None and page.slots:
-                    return page.slots
+        for local_rank in set(range(self._local_world)) - {self._link.local_rank}:
+            page = self._peer(local_rank) if self._alive(local_rank) else None
+            if page is not None and page.slots:
+                return page.slots
         return 0
 
     # -- peers ---------------------------------------------------------------------------------------------------
 
     def _peer(self, local_rank: int) -> RankPage | None:
         if local_rank not in self._pages:
-            page = Page.find(self._link.names.rank_control(local_rank))
-            if page is None:
+            if (page := Page.find(self._link.names.rank_control(local_rank))) is None:
                 return None
             self._pages[local_rank] = page
         return self._pages[local_rank].read(RankPage)
@@ -299,10 +300,9 @@ class Buffers:
         for name in list(self._populating):
             self._stop_populating(name)
         self._let_go_of_peers()
-        for slot in self._own.values():
-            slot.close()
-        for page in self._pages.values():
-            page.close()
+        mapped: list[Slot | Page] = [*self._own.values(), *self._pages.values()]
+        for one in mapped:
+            one.close()
         self._own.clear()
         self._pages.clear()
 

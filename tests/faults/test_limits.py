@@ -92,6 +92,23 @@ def test_growth_without_room_for_old_and_new_gives_the_old_memory_back_first(lab
     end(lab, space)
 
 
+def test_growth_with_room_for_one_slot_only_goes_on_with_one(lab: Lab) -> None:
+    space = within(lab, "14m")
+    ranks = ready([lab.rank(obeys, within=space)])
+    for step in (1, 2):
+        assert do(ranks[0], "storage", step=step, count=3 * MIB)["error"] == ""
+    for step in (3, 4, 5):
+        said = do(ranks[0], "storage", step=step, count=11 * MIB)
+        assert said["error"] == "", said
+        assert do(ranks[0], "result", step=step)["error"] == ""
+    assert "slots=1 from now on" in ranks[0].log.read_text()
+    ranks[0].kill()
+    (again,) = ready([lab.rank(obeys, within=space)])
+    assert (said := do(again, "restore", count=11 * MIB))["whole"] and said["step"] == 5, said
+    leave([again])
+    end(lab, space)
+
+
 def test_growth_beyond_every_limit_is_an_error_and_a_smaller_state_works_again(lab: Lab) -> None:
     space = within(lab, "12m")
     (rank,) = ready([lab.rank(obeys, within=space)])
