@@ -150,7 +150,9 @@ def _attempts(storage: Any, root: str) -> Iterator[tuple[str, disk_names.Attempt
 
 
 def check_live(storage: Any, history: History) -> None:
-    """What a tool may rely on while savers live: model states come last under plain names."""
+    """What a tool may rely on while a saver lives: model states come last under plain names."""
+    if history.publishers > 1:
+        return
     for one in listing.list_committed(storage, ROOT).committed:
         plain = [f"{one.commit_dir}/{entry.name}" for entry in one.manifest.files() if entry.origin == "shard"]
         last = [path for path in plain if path.endswith("model_states.pt")]

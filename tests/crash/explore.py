@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,17 +109,23 @@ def cut_everywhere(name: str, act: Act, world: World, *, bound: int) -> Tally:
     return tally
 
 
-def fail_everywhere(name: str, act: Act, begin: Callable[[], World], number: int, *, for_good: bool) -> Tally:
-    """Every step refuses with errno ``number``, once or from then on; then kills and power cuts. Raises Broken."""
+def fail_everywhere(
+    name: str, act: Act, begin: Callable[[], World], number: int, *, for_good: bool, bound: int
+) -> Tally:
+    """Every step is refused with errno ``number``, once or from then on; then a kill, and every power cut.
+
+    What is refused once is tried again, and committed. Raises Broken.
+    """
     tally = Tally(name)
-    at = 0
     while True:
         world = begin()
         world = World(world.disk, world.history, 1 if for_good else 4)
-        failing = _Failing(at, number, for_good)
+        failing = _Failing(tally.steps, number, for_good)
         world.disk.before = failing
+        done = False
         try:
             act(world)
+            done = True
         except Broken:
             raise
         except Exception as error:
@@ -126,16 +133,25 @@ def fail_everywhere(name: str, act: Act, begin: Callable[[], World], number: int
                 raise Broken(f"{name} raised {error!r}") from error
         if not failing.hit:
             return tally
-        where = f"errno {number} at step {at}: {failing.step}"
-        world.disk.before = lambda step: None
-        choices = world.disk.choices()
-        for picked in selections(choices, [], 0):
-            left, torn = world.disk.cut(choices, picked)
-            tally.cases += 1
-            judged(left, world.history, torn=torn, where=where)
+        where = f"{errno.errorcode[number]} at step {tally.steps}: {failing.step}"
+        if done and not for_good and not failing.lost:
+            left = [attempt.tag for attempt in world.history.begun if attempt not in world.history.told]
+            require(not left, "what is refused once is tried again", (left, where))
+        _cut_after(world, tally, bound, where)
+        tally.steps += 1
+
+
+def _cut_after(world: World, tally: Tally, bound: int, where: str) -> None:
+    world.disk.before = lambda step: None
+    choices = world.disk.choices()
+    cuts = [world.disk.cut(choices, picked) for picked in selections(choices, world.disk.pending, bound)]
+    for left, torn in [*cuts, (world.disk.settled(), False)]:
         tally.cases += 1
-        judged(world.disk.settled(), world.history, torn=False, where=f"{where}; killed")
-        tally.steps = at = at + 1
+        key = (left.key(), world.history.mark(), torn)
+        if key not in tally.seen:
+            tally.seen.add(key)
+            tally.disks += 1
+            judged(left, world.history, torn=torn, where=where)
 
 
 @dataclass
@@ -146,8 +162,13 @@ class _Failing:
     hit: bool = False
     step: Step | None = None
 
+    @property
+    def lost(self) -> bool:
+        """It was the fsync of a file whose bytes only a framework has."""
+        return self.step is not None and self.step.kind == "fsync" and ".tmp-" not in self.step.path
+
     def __call__(self, step: Step) -> None:
-        if step.kind == "close" or (step.kind in ("unlink", "rmdir") and self.number == 28):
+        if step.kind == "close" or (step.kind in ("unlink", "rmdir") and self.number == errno.ENOSPC):
             return  # a full disk can still remove
         self.at -= 1
         if self.at == -1 or (self.at < 0 and self.for_good):

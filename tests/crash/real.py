@@ -26,6 +26,7 @@ from .syscalls import Call, Replay, require_same_tree, trace
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = Path(ckpt_engine.__file__).parent
+POSIX, WRITER = PACKAGE / "storage" / "posix.py", REPOSITORY / "csrc" / "writer.h"
 
 
 def environment(package_parent: Path) -> dict[str, str]:
@@ -185,14 +186,14 @@ def mutants(scratch: Path) -> list[tuple[str, Callable[[], Tally]]]:
 
 def _on_python(scratch: Path, old: str, new: str) -> Tally:
     shutil.copytree(PACKAGE, scratch / "ckpt_engine")
-    _edit(scratch / "ckpt_engine" / "storage" / "posix.py", old, new)
+    _edit(scratch / POSIX.relative_to(PACKAGE.parent), old, new)
     return keep_verbs(scratch, scratch)
 
 
 def _on_native(scratch: Path, old: str, new: str) -> Tally:
     shutil.copytree(PACKAGE, scratch / "ckpt_engine", ignore=shutil.ignore_patterns("_C.*.so"))
     shutil.copytree(REPOSITORY / "csrc", scratch / "csrc")
-    _edit(scratch / "csrc" / "writer.h", old, new)
+    _edit(scratch / "csrc" / WRITER.name, old, new)
     build(scratch / "csrc", scratch / "ckpt_engine")
     return keep_verbs(scratch, scratch)
 

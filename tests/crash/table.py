@@ -12,8 +12,13 @@ from .mutants import Mutant
 from .promises import PROMISES, keep_promise
 from .scenarios import PAIRS, SCENARIOS
 
-QUICK, FAST, FULL = 0, 16, 64
+QUICK, FAST, FULL = 0, 16, 512
 """Combinations of unsynced changes that are all tried at one step; see ``choices.selections``."""
+
+
+def _less(bound: int) -> int:
+    """For what is cut after every pair of steps, or after every refusal."""
+    return FAST if bound > FAST else QUICK
 
 
 def tests(bound: int) -> Iterator[tuple[str, Callable[[], Tally]]]:
@@ -28,7 +33,7 @@ def tests(bound: int) -> Iterator[tuple[str, Callable[[], Tally]]]:
     for name, pair in PAIRS.items():
         yield (
             f"test_every_power_cut_of_two_savers[{name}]",
-            lambda name=name, pair=pair: cut_two_savers(name, pair, bound=0 if bound <= FAST else FAST),
+            lambda name=name, pair=pair: cut_two_savers(name, pair, bound=_less(bound)),
         )
     for name, (act, begin) in SCENARIOS.items():
         yield (
@@ -42,7 +47,7 @@ def tests(bound: int) -> Iterator[tuple[str, Callable[[], Tally]]]:
                 yield (
                     f"test_every_step_refused[{name}-{errno.errorcode[number]} {often}]",
                     lambda name=name, act=act, begin=begin, number=number, for_good=for_good: fail_everywhere(
-                        name, act, begin, number, for_good=for_good
+                        name, act, begin, number, for_good=for_good, bound=_less(bound)
                     ),
                 )
 

@@ -52,7 +52,7 @@ def test_every_power_cut_of_a_recovery(name: str) -> None:
 @pytest.mark.parametrize("name", ["two_first_saves"])
 def test_every_power_cut_of_two_savers(name: str) -> None:
     pair: Callable[[], Pair] = PAIRS[name]
-    tally = cut_two_savers(name, pair, bound=0)
+    tally = cut_two_savers(name, pair, bound=QUICK)
     print(tally)
     assert tally.cases > 1000
 
@@ -60,7 +60,7 @@ def test_every_power_cut_of_two_savers(name: str) -> None:
 @pytest.mark.parametrize("name", ["first_of_a_root", "framework"])
 def test_every_step_refused(name: str) -> None:
     act, begin = SCENARIOS[name]
-    tally = fail_everywhere(name, act, begin, errno.EIO, for_good=False)
+    tally = fail_everywhere(name, act, begin, errno.EIO, for_good=False, bound=QUICK)
     print(tally)
     assert tally.steps > 60
 
@@ -86,6 +86,10 @@ def test_every_mutant_fits_the_source() -> None:
     for mutant in mutants:
         with mutant.planted():
             pass
+    for path, known, fsync in ((real.POSIX, real.PYTHON, "    _sync(path"), (real.WRITER, real.NATIVE, "::fsync(")):
+        text = path.read_text()
+        assert all(text.count(old) == 1 for _, old, _ in known), path
+        assert sum(fsync in old for _, old, _ in known) >= text.count(fsync), f"a new fsync in {path} has no mutant"
 
 
 def test_close_syncs_nothing_and_a_failed_fsync_is_not_mended_by_the_next() -> None:
@@ -113,6 +117,6 @@ def test_what_the_kernel_was_asked_for_keeps_the_promise_of_every_verb(tmp_path:
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_every_power_cut_of_traced_saves(tmp_path: Path) -> None:
-    tally = real.keep_saves(tmp_path, bound=0)
+    tally = real.keep_saves(tmp_path, bound=QUICK)
     print(tally)
     assert tally.steps > 100
