@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ckpt_engine import disk_names
-from ckpt_engine.errors import Cancelled, Corrupt, StorageError
+from ckpt_engine.errors import Cancelled, Corrupt, PersistError, StorageError
 from ckpt_engine.listing import manifest_or_none
 from ckpt_engine.manifest import Attempt, Failure, FileEntry, Manifest, Receipt, RunClaim, ShardRecord
 from ckpt_engine.record import MAX_RECORD_BYTES
@@ -95,11 +95,20 @@ def make_attempt_dir(
 
 
 def seal_external(storage: Storage, root: str, attempt: Attempt, name: str) -> FileEntry:
-    """A file the framework wrote under its plain name, made durable and checksummed. Raises Cancelled if it is gone."""
+    """A file the framework wrote under its plain name, made durable and checksummed.
+
+    Raises Cancelled if it is gone; PersistError, which nobody tries again, if its fsync failed: the next one would
+    succeed, though the bytes that the first lost are nowhere else.
+    """
     folder = commit_dir(root, attempt.tag)
     path = os.path.join(folder, name)
     with cancelled_if_gone(attempt):
-        storage.sync_file(path)
+        try:
+            storage.sync_file(path)
+        except StorageError as error:
+            if is_missing(error):
+                raise
+            raise PersistError(f"{path} may be lost, and only its writer has its bytes: {error}") from error
         sync_dirs_of(storage, folder, [name])
         storage.sync_dir(root)
         nbytes, crc = storage.crc_of_file(path)

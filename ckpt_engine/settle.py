@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from ckpt_engine import disk_names
 from ckpt_engine.errors import Corrupt, StorageError
 from ckpt_engine.listing import in_tag, list_committed, read_manifest, read_manifest_at
-from ckpt_engine.manifest import Manifest
+from ckpt_engine.manifest import Committed, Manifest
 from ckpt_engine.storage.base import NO_LINKS, Storage, is_missing, remove_tree, write_durably
 
 
@@ -24,7 +24,7 @@ def finish(storage: Storage, root: str, manifest: Manifest, *, keep_copies: bool
     """Settle and update ``latest``; what went wrong is told, not raised: the checkpoint is committed."""
     try:
         _settle(storage, root, manifest, keep_copies)
-        update_latest(storage, root, manifest.attempt.root_id)
+        update_latest(storage, root, manifest.attempt.root_id, manifest)
     except StorageError as error:
         return error
     return None
@@ -42,18 +42,24 @@ def roll_forward(storage: Storage, root: str, tag: str) -> tuple[StorageError, .
     return tuple(error for error in trouble if error is not None)
 
 
-def update_latest(storage: Storage, root: str, root_id: str) -> None:
+def update_latest(storage: Storage, root: str, root_id: str, settled: Manifest | None = None) -> None:
     """``latest`` names the newest committed tag of this root, and still does if another saver commits meanwhile.
+
+    The newest's plain names come first, unless its caller has ``settled`` it: who published it may have died in them.
 
     After a crash: the old name or a newer one.
     """
     path = os.path.join(root, disk_names.LATEST)
     written = None
-    while (tag := _newest_tag(storage, root, root_id)) not in (None, written):
-        written = tag
-        data = os.fsencode(tag or "")
+    while (newest := _newest(storage, root, root_id)) is not None and newest.commit_dir != written:
+        written = newest.commit_dir
+        data = os.fsencode(os.path.basename(written))
         if not _holds(storage, path, data):
+            if newest.manifest != settled and newest.manifest.attempt.tag == os.path.basename(written):
+                _settle(storage, root, newest.manifest, keep_copies=True)
             write_durably(storage, path, data)
+        else:
+            storage.sync_dir(root)  # it may be another saver's, who has not come to its sync
 
 
 def names_of_peers(storage: Storage, folder: str, manifest: Manifest) -> set[str]:
@@ -111,6 +117,7 @@ def _settle(storage: Storage, root: str, manifest: Manifest, keep_copies: bool) 
         if waiting and _has_links(storage, copies, waiting[0]):
             _clear(storage, folder, old.intersection(waiting), parents_of(own))
     _install_all(storage, copies, folder, waiting)
+    sync_dirs_of(storage, folder, there)  # links of another saver, too
     tools = [entry.name for entry in manifest.files() if entry.origin == "tool"]
     moved = [_move_if_there(storage, os.path.join(copies, name), os.path.join(root, name)) for name in tools]
     if any(moved):
@@ -119,7 +126,6 @@ def _settle(storage: Storage, root: str, manifest: Manifest, keep_copies: bool) 
         remove_tree(storage, os.path.join(folder, disk_names.attempt_dir(older.attempt.id, older.node)))
         storage.unlink(path)
     if not (keep_copies or tombstones):
-        sync_dirs_of(storage, folder, there)  # links of another saver, too
         for name in there:
             storage.unlink(os.path.join(copies, name))
 
@@ -140,7 +146,6 @@ def _install_all(storage: Storage, copies: str, folder: str, names: list[str]) -
     make_parents(storage, folder, names)
     for name in sorted(names, key=lambda name: (name.endswith("model_states.pt"), name)):
         _install(storage, os.path.join(copies, name), os.path.join(folder, name))
-    sync_dirs_of(storage, folder, names)
 
 
 def _tombstones(storage: Storage, folder: str, manifest: Manifest) -> dict[str, Manifest]:
@@ -221,8 +226,6 @@ def _holds(storage: Storage, path: str, data: bytes) -> bool:
         return False
 
 
-def _newest_tag(storage: Storage, root: str, root_id: str) -> str | None:
-    for one in list_committed(storage, root).committed:
-        if one.manifest.attempt.root_id == root_id:
-            return os.path.basename(one.commit_dir)
-    return None
+def _newest(storage: Storage, root: str, root_id: str) -> Committed | None:
+    found = list_committed(storage, root).committed
+    return next((one for one in found if one.manifest.attempt.root_id == root_id), None)

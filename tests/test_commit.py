@@ -28,7 +28,7 @@ from disk_model import (
 )
 
 from ckpt_engine import commit, listing, runs, settle
-from ckpt_engine.errors import Cancelled, StorageError
+from ckpt_engine.errors import Cancelled, PersistError, StorageError
 from ckpt_engine.manifest import Failure, FileEntry, Receipt, ShardRecord
 from ckpt_engine.storage import PosixStorage
 
@@ -419,3 +419,17 @@ def test_whoever_finds_a_manifest_finishes_names_and_latest_before_it_says_publi
     assert isinstance(done, commit.Published) and done.trouble is None
     assert disk.read_small("/root/latest", 99) == b"two"
     assert plain(disk, "/root/two") == {"model_states.pt": content(B, "model_states.pt")}
+
+
+def test_a_framework_file_whose_fsync_failed_is_not_synced_again() -> None:
+    def lose(verb: str, args: tuple[Any, ...]) -> None:
+        if verb == "sync_file":
+            raise refuse("fsync", args[0], errno.EIO)
+
+    disk = ModelDisk()
+    disk.make_dir("/r")
+    commit.make_tag_dir(disk, "/r", A.tag)
+    disk.write_new(f"/r/{A.tag}/x", b"1")
+    with pytest.raises(PersistError, match="may be lost") as caught:
+        commit.seal_external(Watched(disk, lose), "/r", A, "x")
+    assert not isinstance(caught.value, StorageError)  # that is what the writer tries again

@@ -1,4 +1,7 @@
-"""Whoever dies, at whatever instant: invariants 4 and 5 on a disk that keeps only what was synced."""
+"""Whoever dies, at whatever instant: savers at once, readers, deleters, and kills on a real disk.
+
+Power cuts at every step of a saver are in ``tests/crash``.
+"""
 
 from __future__ import annotations
 
@@ -126,25 +129,6 @@ def check_recovered(storage: Any, root: str, said: Said) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_power_cut_at_every_change_keeps_what_was_committed(scenario: Callable[[Any, str, Said], None]) -> None:
-    for at in itertools.count():
-        disk = ModelDisk()
-        said = prepare(disk, "/root")
-        try:
-            scenario(Dying(disk, at), "/root", said)
-        except Killed:
-            draw = random.Random(at)
-            choices = [lambda count: 0, lambda count: count - 1, *[draw.randrange] * 2]
-            for choose in choices:
-                left = disk.crash(choose)
-                check(left, "/root", said)
-                check_recovered(left, "/root", said)
-        else:
-            assert at > 50
-            break
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_kill_at_every_fifth_change_on_a_real_disk_keeps_what_was_committed(
     scenario: Callable[[Any, str, Said], None], tmp_path: Path
 ) -> None:
@@ -157,26 +141,6 @@ def test_kill_at_every_fifth_change_on_a_real_disk_keeps_what_was_committed(
         except Killed:
             check(disk, root, said)
             check_recovered(disk, root, said)
-        else:
-            break
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_kill_during_recovery_is_recovered_from(scenario: Callable[[Any, str, Said], None]) -> None:
-    for at in range(0, 400, 7):
-        disk = ModelDisk()
-        said = prepare(disk, "/root")
-        try:
-            scenario(Dying(disk, at), "/root", said)
-        except Killed:
-            for again in range(0, 40, 9):
-                left = disk.crash(random.Random(at).randrange)
-                try:
-                    recover(Dying(left, again), "/root")
-                except Killed:
-                    left = left.crash(random.Random(again).randrange)
-                check(left, "/root", said)
-                check_recovered(left, "/root", said)
         else:
             break
 
