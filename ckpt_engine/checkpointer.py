@@ -80,8 +80,9 @@ class Checkpointer:
         self._closed = False
         try:
             self.root_id = agree_on_root(self.storage, self.group, self.place, self.root, options.layout)
-            together(self.group, lambda: self.link.register(rank=self.place.rank, local_world=local_world))
-            self.claim = self._new_run(None)
+            with span("attach", rank=self.place.rank, world=self.group.world):
+                together(self.group, lambda: self.link.register(rank=self.place.rank, local_world=local_world))
+                self.claim = self._new_run(None)
         except BaseException:
             self._let_go(goodbye=False)
             raise
@@ -196,7 +197,8 @@ class Checkpointer:
         except (StorageError, StagingError) as error:
             handle.fail(error)
             self.fail(entry, error)
-        self.link.wake("queued", entry.attempt.digest)
+        with span("wake", step=entry.attempt.step):
+            self.link.wake("queued", entry.attempt.digest)
         return handle
 
     def in_memory(self, staged: Staged) -> Handle:
@@ -337,7 +339,8 @@ class Checkpointer:
                 self.wait(timeout_s)
             done = goodbye
         finally:
-            self._let_go(goodbye=done)
+            with span("goodbye", clean=done):
+                self._let_go(goodbye=done)
 
     def _let_go(self, *, goodbye: bool) -> None:
         self._closed = True

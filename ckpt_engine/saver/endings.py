@@ -8,10 +8,11 @@ is held). Goodbye: drain, then unlink. SIGTERM: as if everybody had died.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ckpt_engine import runs, shm
+from ckpt_engine import messages, runs, shm
 from ckpt_engine.errors import CkptError
 from ckpt_engine.events import log, span
 from ckpt_engine.manifest import Attempt, Offer, RunClaim
@@ -147,6 +148,19 @@ class Endings:
             if name not in server.slots:
                 shm.unlink(str(name))
         return kept
+
+    def unlink_names(self, left: int) -> None:
+        """All that is not a slot; with snapshots ``left``, what the next start needs stays. REQUIRES: as above."""
+        names = self._server.names
+        for local_rank in names.rank_locks():
+            shm.unlink(names.rank_control(local_rank))
+            messages.unlink(names.notify_queue(local_rank))
+        messages.unlink(names.events_queue)
+        if left:
+            log.warning("kept %d snapshots that could not be persisted: see 'ckpt-engine gc'", left)
+            return
+        shm.unlink(names.saver_control)
+        shutil.rmtree(names.run_dir)
 
     def _must_stay(self, slot: Slot) -> bool:
         """What failed, and what ranks that died held complete, unless there is a newer checkpoint."""
