@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.hooks import faults
-from faults.programs import COUNT, LIFE, all_do, leave, obeys, ready
+from faults.programs import COUNT, LIFE, all_do, leave, obeys
 from harness import Lab, Process, alive, kill, until
 from nursery import coded
 from team import committed, whole
@@ -198,6 +198,7 @@ class Story:
             for rank in in_save:
                 _hold(rank.expect("storage", SOON_S)["error"] == "", "the held save")
             self._do("result", step=3, timeout_s=SOON_S)
+            self._restores(3)
             return 3
         survivors = [rank for rank in self.ranks if alive(rank.pid)]
         if len(survivors) == 2:
