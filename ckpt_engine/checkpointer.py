@@ -155,14 +155,16 @@ class Checkpointer:
         finally:
             for file in files.values():
                 file.layout.release()
+        copy_s = time.monotonic() - begin
         self._saved = True
         self.link.say(outcome="sealed")
+        self.link.look_after_saver()
         return Staged(
             step=attempt.step,
             attempt=attempt,
             wait_s=lease.waited_s,
             waited_for=lease.blocker,
-            copy_s=time.monotonic() - begin,
+            copy_s=copy_s,
             nbytes=need,
         )
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ckpt_engine import messages, runs, shm
+from ckpt_engine.control import Outcome
 from ckpt_engine.errors import CkptError
 from ckpt_engine.events import log, span
 from ckpt_engine.manifest import Attempt, Offer, RunClaim
@@ -57,6 +58,8 @@ class Endings:
         if key in self._asked:
             return
         self._asked.add(key)
+        if terminating:
+            log.info("SIGTERM: saving %s, at most %g s", complete[0].attempt.id, server.options.term_s)
         self.settled = False
         self._question = Breakpoint(self, server, complete)
         server.committer.ask(self._question.answered)
@@ -73,6 +76,13 @@ class Endings:
         self._hopeless.update(hopeless)
         self._chosen.extend(attempts)
         self.settled = True
+
+    def tell_unsaved(self, outcomes: Iterable[Outcome]) -> None:
+        """After SIGTERM: name what is complete here and no checkpoint. Asks memory only, for the disk may hang."""
+        newest = max((end.order for end in outcomes if end.status == "committed"), default=(0, 0))
+        for header in complete_here(self._server.headers):
+            if header.attempt.order > newest:
+                log.warning("SIGTERM: %s is not committed; it stays in this node's memory", header.attempt)
 
     # -- the end of life -----------------------------------------------------------------------------------------
 

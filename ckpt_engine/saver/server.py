@@ -82,6 +82,8 @@ class Server:
             facts["epoch"] = self._start()
         try:
             self._loop(self._box(self.names.events_queue))
+            if self._term is not None:
+                self.ending.tell_unsaved(self._record.outcomes)
         finally:
             self._say(ready=False, leaving=True)
             self.writer.stop()

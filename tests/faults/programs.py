@@ -90,6 +90,10 @@ def _do(me: Any, engine: Any, handles: dict[int, Any], verb: str, **order: Any) 
         life = int(own[-1]) // LIFE
         expected = me.coded(report.step, order.get("count", COUNT)) + LIFE * life
         return {**found, "whole": bool((own == expected).all()), "life": life}
+    if verb == "counters":
+        from ckpt_engine.events import counters
+
+        return dict(counters)
     if verb == "close":
         engine.close(timeout_s=order.get("timeout_s"))
     if verb == "fork":  # a data-loader worker that outlives its rank
