@@ -58,9 +58,9 @@ def many_saves(lab: Lab, rounds: int, *, storage_every: int) -> str:
     for _ in range(2):
         told = rank.expect("counted", 300)
         saver = lab.saver() or 0
-        until(lambda: len([name for name in os.listdir(lab.root) if name.startswith("global_step")]) == 2, 5)
+        until(lambda: len([name for name in os.listdir(lab.root) if name.startswith("global_step")]) == 2, 10)
         threads = len(os.listdir(f"/proc/{saver}/task"))
-        until(lambda: _files(lab) == 9, 5, f"two checkpoints, and no more: {list(os.walk(lab.root))}")
+        until(lambda: _files(lab) == 9, 10, f"two checkpoints, and no more: {list(os.walk(lab.root))}")
         counts.append((saver, told["has"], descriptors(saver), threads, len(lab.left())))
         memory.append((told["own_kib"], own_kib(saver)))
         rank.tell("go")
@@ -83,7 +83,7 @@ def lives(lab: Lab, count: int) -> str:
         if said[0]["step"] != life - 1 or any(one["error"] for one in said):
             raise AssertionError(f"life {life}: {said}")
         if life in (3, 2 * (count // 2) - 1):
-            until(lambda: committed(lab.root)[0][0] == life, 5)  # noqa: B023
+            until(lambda: committed(lab.root)[0][0] == life, 10)  # noqa: B023
             saver = lab.saver() or 0
             counts.append((saver, descriptors(saver), len(os.listdir(f"/proc/{saver}/task")), len(lab.left())))
             memory.append(own_kib(saver))

@@ -41,7 +41,7 @@ PHASES = ("started", "complete")
 OF_RANKS = {span for spans, _ in ACTS.values() for span in spans}
 ACT_OF = {span: act for act, both in ACTS.items() for spans in both for span in spans}
 
-SOON_S = 12.0
+SOON_S = 20.0
 """No answer may take longer, whoever died: a second to notice, one to start a saver, and a busy machine."""
 
 STOPPED_S = 0.3

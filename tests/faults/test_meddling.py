@@ -21,7 +21,7 @@ from faults.programs import all_do, do, leave, obeys, ready
 from harness import Lab, Process, kill, until
 from nursery import coded
 
-LATE_S = 3.5
+LATE_S = 6.0
 """The saver looks once a second, and so does the rank; the rest is for a busy machine."""
 
 

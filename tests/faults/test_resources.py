@@ -103,7 +103,7 @@ def test_a_preempted_node_has_its_newest_snapshot_on_disk_before_the_saver_ends(
         os.kill(pid, signal.SIGTERM)
     until(lambda: not alive(saver), 25, lab.saver_log())
     assert committed(lab.root)[0][0] == 2 and whole(lab.root), f"{committed(lab.root)}\n{lab.saver_log()}"
-    assert time.monotonic() - begin < 15 and "is not committed" not in lab.saver_log()
+    assert time.monotonic() - begin < 25 and "is not committed" not in lab.saver_log()
     lab.clear()  # the node is gone, and what was in its memory
     ranks = ready(lab.ranks(obeys, world=2))
     for found in all_do(ranks, "restore"):
@@ -121,7 +121,7 @@ def test_a_saver_whose_time_after_sigterm_is_too_short_says_what_is_only_in_memo
     assert saver
     os.kill(rank.pid, signal.SIGTERM)
     os.kill(saver, signal.SIGTERM)
-    until(lambda: not alive(saver), 8, lab.saver_log())
+    until(lambda: not alive(saver), 15, lab.saver_log())
     said = [line for line in lab.saver_log().splitlines() if "is not committed" in line]
     assert len(said) == 1 and "global_step2" in said[0], lab.saver_log()
     (again,) = ready([lab.rank(obeys)])
