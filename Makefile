@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test check crash bench matrix clean
+.PHONY: demo test check crash deaths soak bench matrix clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/python examples/demo.py
@@ -29,6 +29,16 @@ crash: $(VENV)/package.stamp
 	$(BIN)/python -m tests.model
 	$(BIN)/python -m pytest -v tests/test_crash.py
 	$(BIN)/python -m tests.crash
+
+# A death and a stop of each process at the start and the end of every span: one line per case. WORDS="publish kill"
+# picks those whose line holds all of the words.
+deaths: $(VENV)/package.stamp
+	$(BIN)/python tests/deaths.py $(WORDS)
+
+# Random deaths for MINUTES, one line per incident; SEED repeats the choice of victims.
+MINUTES ?= 10
+soak: $(VENV)/package.stamp
+	$(BIN)/python tests/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 bench: $(VENV)/package.stamp
 	$(BIN)/python benchmarks/stall.py

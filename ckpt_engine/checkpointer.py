@@ -80,8 +80,9 @@ class Checkpointer:
         self._closed = False
         try:
             self.root_id = agree_on_root(self.storage, self.group, self.place, self.root, options.layout)
-            together(self.group, lambda: self.link.register(rank=self.place.rank, local_world=local_world))
-            self.claim = self._new_run(None)
+            with span("attach", rank=self.place.rank, world=self.group.world):
+                together(self.group, lambda: self.link.register(rank=self.place.rank, local_world=local_world))
+                self.claim = self._new_run(None)
         except BaseException:
             self._let_go(goodbye=False)
             raise
@@ -154,14 +155,16 @@ class Checkpointer:
         finally:
             for file in files.values():
                 file.layout.release()
+        copy_s = time.monotonic() - begin
         self._saved = True
         self.link.say(outcome="sealed")
+        self.link.look_after_saver()
         return Staged(
             step=attempt.step,
             attempt=attempt,
             wait_s=lease.waited_s,
             waited_for=lease.blocker,
-            copy_s=time.monotonic() - begin,
+            copy_s=copy_s,
             nbytes=need,
         )
 
@@ -196,7 +199,8 @@ class Checkpointer:
         except (StorageError, StagingError) as error:
             handle.fail(error)
             self.fail(entry, error)
-        self.link.wake("queued", entry.attempt.digest)
+        with span("wake", step=entry.attempt.step):
+            self.link.wake("queued", entry.attempt.digest)
         return handle
 
     def in_memory(self, staged: Staged) -> Handle:
@@ -336,7 +340,8 @@ class Checkpointer:
                 self.wait(timeout_s)
             done = goodbye
         finally:
-            self._let_go(goodbye=done)
+            with span("goodbye", clean=done):
+                self._let_go(goodbye=done)
 
     def _let_go(self, *, goodbye: bool) -> None:
         self._closed = True

@@ -18,7 +18,7 @@ from pathlib import Path
 from ckpt_engine import locks
 from ckpt_engine.config import Options, saver_environment
 from ckpt_engine.control import PROTOCOL, Page, RankPage, SaverPage
-from ckpt_engine.errors import ConfigError, SaverDied, SaverUnavailable, VersionMismatch
+from ckpt_engine.errors import ConfigError, SaverDied, SaverError, SaverUnavailable, VersionMismatch
 from ckpt_engine.events import log, span
 from ckpt_engine.locks import make_run_dir
 from ckpt_engine.messages import LOOK_S, Mailbox, Wake
@@ -154,6 +154,15 @@ class Link:
                     f"no saver was ready within {self.options.saver.start_s:g} s ({last}); see {self.names.saver_log}"
                 )
             pause(deadline.slice(0.01))
+
+    def look_after_saver(self) -> None:
+        """Start another saver if none lives. No error where that fails: what is staged is safe, the next save looks."""
+        try:
+            if locks.holder(self.names.saver_lock) is None:
+                self.ensure_saver()
+                self.wake("joined")
+        except (SaverError, ConfigError) as error:
+            log.warning("nobody looks after the snapshots in memory: %s", error)
 
     def saver(self) -> SaverPage | None:
         """What the live saver says about itself; None if no process holds its lock."""

@@ -84,14 +84,23 @@ class Process:
 
     def expect(self, event: str, within_s: float = 20.0) -> dict[str, Any]:
         """The next thing the process says; fails if it is not ``event``, or does not come, or the process ended."""
+        facts = self.hear(within_s, event)
+        if facts["event"] != event:
+            self._fail(f"said {facts}; {event!r} was expected")
+        return facts
+
+    def hear(self, within_s: float = 20.0, event: str = "a word") -> dict[str, Any]:
+        """The next thing the process says, whatever it is; fails if there is none."""
         end = time.monotonic() + within_s
         while not self._told:
             if not self._read(end - time.monotonic()):
                 self._fail(f"{'ended' if self._eof else f'was silent for {within_s:g} s'}; {event!r} was expected")
-        facts = self._told.pop(0)
-        if facts["event"] != event:
-            self._fail(f"said {facts}; {event!r} was expected")
-        return facts
+        return self._told.pop(0)
+
+    def began(self) -> bool:
+        """True once it has begun to make an engine."""
+        self.drain()
+        return bool(self.hashes)
 
     def silent(self, for_s: float) -> bool:
         """True if it says nothing for that long."""

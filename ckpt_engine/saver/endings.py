@@ -8,10 +8,12 @@ is held). Goodbye: drain, then unlink. SIGTERM: as if everybody had died.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ckpt_engine import runs, shm
+from ckpt_engine import messages, runs, shm
+from ckpt_engine.control import Outcome
 from ckpt_engine.errors import CkptError
 from ckpt_engine.events import log, span
 from ckpt_engine.manifest import Attempt, Offer, RunClaim
@@ -56,6 +58,8 @@ class Endings:
         if key in self._asked:
             return
         self._asked.add(key)
+        if terminating:
+            log.info("SIGTERM: saving %s, at most %g s", complete[0].attempt.id, server.options.term_s)
         self.settled = False
         self._question = Breakpoint(self, server, complete)
         server.committer.ask(self._question.answered)
@@ -72,6 +76,13 @@ class Endings:
         self._hopeless.update(hopeless)
         self._chosen.extend(attempts)
         self.settled = True
+
+    def tell_unsaved(self, outcomes: Iterable[Outcome]) -> None:
+        """After SIGTERM: name what is complete here and no checkpoint. Asks memory only, for the disk may hang."""
+        newest = max((end.order for end in outcomes if end.status == "committed"), default=(0, 0))
+        for header in complete_here(self._server.headers):
+            if header.attempt.order > newest:
+                log.warning("SIGTERM: %s is not committed; it stays in this node's memory", header.attempt)
 
     # -- the end of life -----------------------------------------------------------------------------------------
 
@@ -147,6 +158,19 @@ class Endings:
             if name not in server.slots:
                 shm.unlink(str(name))
         return kept
+
+    def unlink_names(self, left: int) -> None:
+        """All that is not a slot; with snapshots ``left``, what the next start needs stays. REQUIRES: as above."""
+        names = self._server.names
+        for local_rank in names.rank_locks():
+            shm.unlink(names.rank_control(local_rank))
+            messages.unlink(names.notify_queue(local_rank))
+        messages.unlink(names.events_queue)
+        if left:
+            log.warning("kept %d snapshots that could not be persisted: see 'ckpt-engine gc'", left)
+            return
+        shm.unlink(names.saver_control)
+        shutil.rmtree(names.run_dir)
 
     def _must_stay(self, slot: Slot) -> bool:
         """What failed, and what ranks that died held complete, unless there is a newer checkpoint."""

@@ -87,13 +87,14 @@ class Ledger:
     ) -> bool:
         """After a saver's death: tell what is committed, while it is there to be seen; then of durable shards that no
         manifest covers; and finish the newest publish."""
-        ended(self.published(headers))
-        for header, record in self.unpublished(headers):
-            durable(header, record)
-        committed = sweep.committed_here(self._storage, root)
-        if committed:
-            for trouble in settle.roll_forward(self._storage, root, committed[0].manifest.attempt.tag):
-                log.warning("%s: %s", committed[0].commit_dir, trouble)
+        with span("recover", held=len(headers)):
+            ended(self.published(headers))
+            for header, record in self.unpublished(headers):
+                durable(header, record)
+            committed = sweep.committed_here(self._storage, root)
+            if committed:
+                for trouble in settle.roll_forward(self._storage, root, committed[0].manifest.attempt.tag):
+                    log.warning("%s: %s", committed[0].commit_dir, trouble)
         return True
 
     def published(self, headers: Iterable[Header]) -> list[Attempt]:

@@ -7,7 +7,6 @@ death, and leave when nobody is left to serve. A message only makes the next tur
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from types import FrameType
 from ckpt_engine import locks, messages, shm
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.control import PROTOCOL, Outcome, Page, SaverPage
-from ckpt_engine.events import log, warn_once
+from ckpt_engine.events import log, span, warn_once
 from ckpt_engine.locks import make_run_dir
 from ckpt_engine.manifest import Attempt, Failure
 from ckpt_engine.messages import Ended, Mailbox, Message, Wake
@@ -79,6 +78,23 @@ class Server:
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainers; they tell us by dying
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with span("start", root=self.root, job=self.names.run_dir.name) as facts:
+            facts["epoch"] = self._start()
+        try:
+            self._loop(self._box(self.names.events_queue))
+            if self._term is not None:
+                self.ending.tell_unsaved(self._record.outcomes)
+        finally:
+            self._say(ready=False, leaving=True)
+            self.writer.stop()
+            self.committer.stop()
+            self.writer.join(self.options.term_s)
+            self.committer.join(self.options.term_s)
+        log.info("leaving %s", self.root)
+        return 0
+
+    def _start(self) -> int:
+        """Take over what is there and be ready; returns our epoch. REQUIRES: the saver lock is held."""
         self._page = Page.own(self.names.saver_control)
         before = self._page.read(SaverPage) or SaverPage()
         epoch = before.epoch + 1
@@ -89,17 +105,7 @@ class Server:
         self.writer.start()
         self.committer.start()
         self._say(ready=True)
-        log.info("serving %s (%s), epoch %d", self.root, self.names.run_dir.name, epoch)
-        try:
-            self._loop(self._box(self.names.events_queue))
-        finally:
-            self._say(ready=False, leaving=True)
-            self.writer.stop()
-            self.committer.stop()
-            self.writer.join(self.options.term_s)
-            self.committer.join(self.options.term_s)
-        log.info("leaving %s", self.root)
-        return 0
+        return epoch
 
     def _loop(self, box: Mailbox) -> None:
         while True:
@@ -139,17 +145,10 @@ class Server:
             self._look()
             if self.peers.any_alive:
                 return False
-            left = self.ending.unlink_slots()
-            self._say(ready=False, leaving=True)
-            for local_rank in self.names.rank_locks():
-                shm.unlink(self.names.rank_control(local_rank))
-                messages.unlink(self.names.notify_queue(local_rank))
-            messages.unlink(self.names.events_queue)
-            if left:
-                log.warning("kept %d snapshots that could not be persisted: see 'ckpt-engine gc'", left)
-                return True
-            shm.unlink(self.names.saver_control)
-            shutil.rmtree(self.names.run_dir)
+            with span("retire", slots=len(self.slots)):
+                left = self.ending.unlink_slots()
+                self._say(ready=False, leaving=True)
+                self.ending.unlink_names(left)
         except OSError as error:
             log.warning("retiring: %s", error)
         finally:

@@ -2,7 +2,9 @@
 
 CKPT_ENGINE_FAULT   "span[@rank]:phase:nth:action", several separated by ";". nth counts the events of that kind in
                     this process, "*" is every one. Actions: kill, stop, exit=CODE, delay=SECONDS, raise=ERRNO.
+CKPT_ENGINE_WHEN    a file: as long as it is not there, no fault happens, and no event counts.
 CKPT_ENGINE_ONCE    a file that only one process gets to make: the others let the fault pass (a restarted saver).
+                    It holds the pid of that process.
 CKPT_ENGINE_TRACE   a file to which every event is added as a line of JSON, with the monotonic time.
 CKPT_ENGINE_NOTIFY  "drop" loses every third message of this process, "twice" sends each one twice.
 CKPT_ENGINE_ARCHIVE "root:directory": links to every published file are kept there, whatever retention removes.
@@ -15,6 +17,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -58,6 +61,8 @@ def obey(event: Event) -> None:
             for name in os.listdir(f"{root}/{tag}"):
                 if name.endswith(".pt"):
                     os.link(f"{root}/{tag}/{name}", f"{archive}/{tag}/{name}")
+    if not os.path.exists(os.environ.get("CKPT_ENGINE_WHEN", "/")):
+        return
     for order in filter(None, os.environ.get("CKPT_ENGINE_FAULT", "").split(";")):
         where, phase, nth, action = order.split(":")
         name, _, rank = where.partition("@")
@@ -72,7 +77,9 @@ def _allowed() -> bool:
     once = os.environ.get("CKPT_ENGINE_ONCE")
     try:
         if once:
-            os.close(os.open(once, os.O_CREAT | os.O_EXCL))
+            file = os.open(once, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            os.write(file, str(os.getpid()).encode())
+            os.close(file)
     except FileExistsError:
         return False
     return True
@@ -82,7 +89,7 @@ def _act(verb: str, value: str) -> None:
     if verb == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif verb == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread gets no further; nor do the others
     elif verb == "exit":
         os._exit(int(value))
     elif verb == "delay":

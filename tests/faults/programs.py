@@ -9,6 +9,8 @@ from typing import Any
 from harness import Process
 
 COUNT = 20_000
+LIFE = 1_000_000_000_000
+"""A coded tensor holds its position, its rank and its step below this, and above it the life of the job that saved."""
 
 
 def do(rank: Process, verb: str, within_s: float = 30.0, **facts: Any) -> dict[str, Any]:
@@ -39,8 +41,8 @@ def ready(ranks: list[Process]) -> list[Process]:
 
 
 def obeys(me: Any, options: dict[str, Any] | None = None) -> None:
-    """memory, storage (step, count), result (step, timeout_s), restore, fork, close, raise, exit; says the same verb
-    with ``error`` ("" or the class) and ``seconds``."""
+    """memory, storage (step, count, life), result (step, timeout_s), restore, fork, close, raise, exit; says the same
+    verb with ``error`` ("" or the class) and ``seconds``. ``life`` goes into the bytes, and comes back at restore."""
     engine = me.engine(**(options or {}))
     me.say("ready", pid=os.getpid())
     handles: dict[int, Any] = {}
@@ -67,7 +69,8 @@ def obeys(me: Any, options: dict[str, Any] | None = None) -> None:
 def _do(me: Any, engine: Any, handles: dict[int, Any], verb: str, **order: Any) -> dict[str, Any]:
     step = order.get("step", 0)
     if verb in ("memory", "storage"):
-        state = {f"rank{me.rank}.pt": {"w": me.coded(step, order.get("count", COUNT)), "bad": order.get("bad")}}
+        coded = me.coded(step, order.get("count", COUNT)) + LIFE * order.get("life", 0)
+        state: dict[str, Any] = {f"rank{me.rank}.pt": {"w": coded, "bad": order.get("bad")}}
         if order.get("bad"):
             state[f"rank{me.rank}.pt"]["bad"] = lambda: None
         if verb == "storage":
@@ -80,10 +83,17 @@ def _do(me: Any, engine: Any, handles: dict[int, Any], verb: str, **order: Any) 
         return {"path": handles[step].result(order.get("timeout_s", 30)).path}
     if verb == "restore":
         report = engine.restore(order.get("step"))
-        whole = report.step == 0 or bool(
-            (report.state[f"rank{me.rank}.pt"]["w"] == me.coded(report.step, order.get("count", COUNT))).all()
-        )
-        return {"step": report.step, "source": report.source, "whole": whole, "skipped": len(report.skipped)}
+        found = {"step": report.step, "source": report.source, "skipped": len(report.skipped)}
+        if report.step == 0:
+            return {**found, "whole": True, "life": 0}
+        own = report.state[f"rank{me.rank}.pt"]["w"]
+        life = int(own[-1]) // LIFE
+        expected = me.coded(report.step, order.get("count", COUNT)) + LIFE * life
+        return {**found, "whole": bool((own == expected).all()), "life": life}
+    if verb == "counters":
+        from ckpt_engine.events import counters
+
+        return dict(counters)
     if verb == "close":
         engine.close(timeout_s=order.get("timeout_s"))
     if verb == "fork":  # a data-loader worker that outlives its rank

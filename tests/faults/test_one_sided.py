@@ -136,38 +136,6 @@ def test_results_may_be_awaited_in_threads_while_the_main_thread_saves(lab: Lab)
     rank.end()
 
 
-def saves_often(me: Any, rounds: int) -> None:
-    import threading
-
-    def mine() -> dict[str, int]:
-        maps = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "ckpt-" in line}
-        return {"fds": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(), "maps": len(maps)}
-
-    with me.engine(keep_last=2) as engine:
-        for step in range(1, rounds + 1):
-            handle = engine.save_to_storage(step, {"w.pt": {"w": me.coded(step, 1000)}})
-            engine.save_to_memory(step, {"w.pt": {"w": me.coded(step, 1000)}})
-            if step % 10 == 0:
-                handle.result(30)
-            if step in (20, rounds):
-                me.say("counted", **mine())
-                me.hear("go")
-
-
-def test_hundreds_of_saves_leave_no_descriptor_thread_segment_or_queue_behind(lab: Lab) -> None:
-    rank = lab.rank(saves_often, 150)
-    counts = []
-    for _ in range(2):
-        told = rank.expect("counted", 60)
-        saver = lab.saver()
-        fds = min(len(os.listdir(f"/proc/{saver}/fd")) for _ in range(50))  # a probe opens one for a moment
-        threads = len(os.listdir(f"/proc/{saver}/task"))
-        counts.append(({key: told[key] for key in ("fds", "threads", "maps")}, fds, threads, len(lab.left())))
-        rank.tell("go")
-    assert counts[0] == counts[1]
-    rank.end()
-
-
 def test_signals_at_random_moments_do_no_harm(lab: Lab) -> None:
     """B57: the user's own handler runs between any two bytecodes of ours."""
     rank = lab.rank(handles_signals)

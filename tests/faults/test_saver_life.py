@@ -218,6 +218,25 @@ def test_a_restart_within_linger_is_served_by_the_same_saver_and_killed_savers_l
     leave([rank])
 
 
+@pytest.mark.parametrize("verb", ["memory", "storage"])
+def test_a_saver_that_died_unseen_is_replaced_by_the_next_save_though_nobody_waits_for_anything(
+    lab: Lab, verb: str
+) -> None:
+    (rank,) = ready([lab.rank(obeys)])
+    do(rank, "memory", step=1)
+    saver = lab.saver()
+    assert saver
+    os.kill(saver, signal.SIGKILL)
+    until(lambda: not alive(saver), 5)
+    assert do(rank, verb, step=2)["error"] == ""
+    if verb == "memory":  # the death of its rank finds somebody who saves for it
+        rank.kill()
+    until(Path(lab.root, "global_step2", "MANIFEST.json").exists, 10, lab.saver_log())
+    if verb == "storage":
+        leave([rank])
+    until(lambda: not lab.savers() and not lab.left(), 10, lab.saver_log())
+
+
 def test_a_worker_forked_from_a_rank_does_not_keep_it_alive(lab: Lab) -> None:
     (rank,) = ready([lab.rank(obeys)])
     do(rank, "memory", step=3)
