@@ -14,6 +14,7 @@ import msgpack
 import pytest
 from attacks.hostile import disk, envelope, put_raw_header, repacked
 from attacks.test_damage_in_memory import ATTEMPT, GOOD
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,7 +113,7 @@ def test_any_bytes_are_a_header_or_none_and_a_label_too(slot: Slot, data: bytes)
         slot.error()
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.sampled_from(list(Header.__slots__)), VALUES)
 def test_a_header_with_any_field_replaced_is_none_or_stays_within_its_slot(slot: Slot, name: str, junk: Any) -> None:
     put_raw_header(slot, repacked(GOOD, **{name: junk}))
@@ -124,7 +125,7 @@ def test_a_header_with_any_field_replaced_is_none_or_stays_within_its_slot(slot:
         assert header.shard_record().rank == header.rank and header.local_rank == 1
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.integers(0, 63), st.integers(0, 2**64 - 1))
 def test_any_word_of_a_slot_page_is_read_without_an_error(slot: Slot, word: int, value: int) -> None:
     before = bytes(slot.memory[:64])
@@ -147,7 +148,7 @@ PAGE_VALUES = st.dictionaries(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=300) | VALUES.map(msgpack.packb) | PAGE_VALUES.map(msgpack.packb))
 def test_any_record_of_a_control_page_is_sound_or_none(page: Page, data: bytes) -> None:
     import zlib
