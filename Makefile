@@ -40,9 +40,7 @@ sanitize: $(VENV)/package.stamp
 
 # The tests with random input, with twenty times the examples of `make test`.
 fuzz: $(VENV)/package.stamp
-	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests/test_machine.py tests/test_roundtrip.py tests/test_image.py \
-		tests/attacks/test_fuzz.py tests/test_manifest.py tests/test_messages.py tests/test_states.py \
-		-k "any or Any or random or garbage" --hypothesis-show-statistics
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m hypothesis
 
 # An outside judge, ckpt-chaos from PyPI in an environment of its own, kills trainer and saver at file events.
 judge: $(VENV)/package.stamp

@@ -7,6 +7,8 @@ process dies by SIGKILL at a chosen moment, and half a second later the other ra
 New processes then load what there is, with the default tag. Their parameters are compared with those of a run that
 nobody killed. Kills only: what was written and not synced is not lost here (DeepSpeed's own saver never syncs).
 
+With "the node", shared memory is removed, so that the disk is all there is.
+
 The asynchronous ("decoupled") engine of DeepSpeed writes by its async_io extension, and is not run where that cannot
 be built; the last lines say so.
 """
@@ -19,6 +21,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -48,7 +51,9 @@ OURS = {
     "the save has returned": (0, "returned"),
     "the saver writes; saver and ranks die": (-1, "persist started"),
     "the saver has all files and no manifest; saver and ranks die": (-1, "publish started"),
-    "the manifest and `latest` are there; saver and ranks die": (-1, "publish complete"),
+    "the saver writes; the node dies with its memory": (-2, "persist started"),
+    "the saver has all files and no manifest; the node dies with its memory": (-2, "publish started"),
+    "the manifest and `latest` are there; the node dies with its memory": (-2, "publish complete"),
 }
 
 
@@ -113,7 +118,7 @@ def ours_die(root: str, who: int, moment: str) -> dict[str, Any]:
 
     if who < 0:
         os.environ["CKPT_ENGINE_HOOK"] = "deepspeed_kills:saver_hook"
-        os.environ["CKPT_ENGINE_DIES"] = f"{moment}/{os.getppid()}"
+        os.environ["CKPT_ENGINE_DIES"] = moment
     engine = build(1, "fp32")
     ckpt = ckpt_engine.attach(engine, root)
     train(engine, 0, FIRST)
@@ -130,15 +135,14 @@ def ours_die(root: str, who: int, moment: str) -> dict[str, Any]:
     handle = ckpt.save_to_storage(SECOND)
     if moment == "returned":
         now()
-    handle.wait(WITHIN_S) if hasattr(handle, "wait") else handle.result(WITHIN_S)
+    handle.result(WITHIN_S)
     time.sleep(WITHIN_S)  # to be killed
     return {}
 
 
 def saver_hook(event: Any) -> None:
     """In the saver: it dies in the second save, and takes the ranks with it."""
-    moment, _ = os.environ["CKPT_ENGINE_DIES"].split("/")
-    if f"{event.name} {event.phase}" == moment and event.facts.get("step") == SECOND:
+    if f"{event.name} {event.phase}" == os.environ["CKPT_ENGINE_DIES"] and event.facts.get("step") == SECOND:
         now()
 
 
@@ -194,14 +198,18 @@ def let_die(phase: Callable[..., dict[str, Any]], root: str, log: Path, who: int
         with contextlib.suppress(ProcessLookupError, OSError):
             if (saver := locks.holder(names.saver_lock)) is not None:
                 os.kill(saver, signal.SIGKILL)
+    if who == -2:
+        for name in [name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-{names.hash}")]:
+            path = os.path.join("/dev/shm", name)
+            shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
 
 
 def outcome(phase: Callable[..., dict[str, Any]], root: str, log: Path, truth: dict[str, Any]) -> str:
     try:
         answers = run_ranks(phase, 2, root, log)
     except RuntimeError as error:
-        reason = next((line for line in str(error).splitlines() if "Error" in line), str(error).splitlines()[0])
-        return f"**load fails**: {reason.strip()[:90]}"
+        reason = re.sub(r"^.*rank \d: |\S*/", "", str(error).splitlines()[0])
+        return f"**load fails**: {reason}"
     steps = {answer["step"] for answer in answers}
     if steps == {0}:
         return "**starts from nothing**, without an error"
