@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test check crash deaths soak bench matrix clean
+.PHONY: demo test check crash deaths soak sanitize fuzz judge bench matrix clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/python examples/demo.py
@@ -45,6 +45,18 @@ bench: $(VENV)/package.stamp
 
 matrix: $(VENV)/package.stamp
 	$(BIN)/python benchmarks/matrix.py
+
+# The native part under ASan, UBSan and TSan, which must first find bugs that are sown. Needs g++ and its libraries.
+sanitize: $(VENV)/package.stamp
+	$(BIN)/python -m tests.sanitize
+
+# The tests with random input, with twenty times the examples of `make test`.
+fuzz: $(VENV)/package.stamp
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -m hypothesis
+
+# An outside judge, ckpt-chaos from PyPI in an environment of its own, kills trainer and saver at file events.
+judge: $(VENV)/package.stamp
+	$(BIN)/python -m tests.judge
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis ckpt_engine/_C.*.so

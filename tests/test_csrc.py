@@ -563,7 +563,8 @@ def faulty_calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_faulty_system_calls_are_survived_or_reported(
     tmp_path: Path, faulty_calls: Path, fault: str, outcome: str
 ) -> None:
-    env = {"LD_PRELOAD": str(faulty_calls), "FAULT": fault}
+    preload = f"{os.environ.get('LD_PRELOAD', '')} {faulty_calls}".strip()  # beside a sanitizer's
+    env = {"LD_PRELOAD": preload, "FAULT": fault}
     printed = run_python(WRITE_AND_READ, tmp_path / "file", env=env)
     assert re.fullmatch(outcome, printed), printed
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 import hypothesis.strategies as st
 import pytest
 import torch
+from fuzzing import examples
 from hypothesis import HealthCheck, given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.serialization import config as serialization_config
@@ -836,7 +837,7 @@ def trees(pool: list[torch.Tensor]) -> st.SearchStrategy[object]:
     )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_sequence_of_random_states_is_as_torch_saves_it_with_and_without_cache(data: st.DataObject) -> None:
     pool = data.draw(pools())

@@ -14,6 +14,7 @@ import msgpack
 import pytest
 from attacks.hostile import disk, envelope, put_raw_header, repacked
 from attacks.test_damage_in_memory import ATTEMPT, GOOD
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,18 @@ from ckpt_engine import disk_names, messages, names, shm
 from ckpt_engine.control import Outcome, Page, RankPage, SaverPage
 from ckpt_engine.errors import Corrupt, StorageError
 from ckpt_engine.listing import read_manifest_at
-from ckpt_engine.manifest import MAX_WORLD, FileEntry, Lease, Manifest, Offer, Receipt, RootId, RunClaim, ShardRecord
+from ckpt_engine.manifest import (
+    MAX_WORLD,
+    Failure,
+    FileEntry,
+    Lease,
+    Manifest,
+    Offer,
+    Receipt,
+    RootId,
+    RunClaim,
+    ShardRecord,
+)
 from ckpt_engine.names import Names
 from ckpt_engine.record import MAX_RECORD_BYTES
 from ckpt_engine.slots import Header, Slot
@@ -85,6 +97,45 @@ def test_any_json_with_a_right_checksum_is_a_record_or_corrupt(body: object, kin
         kind.from_bytes(envelope(body, kind.kind), "p")
 
 
+RECORDS = (
+    MANIFEST,
+    ShardRecord(
+        ATTEMPT, 0, 1, 0, 1, (0,), (FileEntry("a.pt", 1, 2), FileEntry("sub/b.pt", 3, 4)), resumed_from=ATTEMPT
+    ),
+    Receipt.of([ShardRecord(ATTEMPT, 0, 1, 0, 1, (0,), (FileEntry("a.pt", 1, 2),))]),
+    Receipt(ATTEMPT, 0, 1, 1, "shared", (), Failure(0, "no space", "write", "/r", 28, 10, 1)),
+    RunClaim(4, "c" * 16, ATTEMPT, 2, 1_700_000_000),
+    Offer(4, "c" * 16, 0, (ATTEMPT,)),
+    Lease("0123456789abcdef", "global_step100", 3),
+    RootId("b" * 16),
+)
+
+
+@settings(max_examples=examples(300))
+@given(st.sampled_from(RECORDS), st.data())
+def test_any_record_with_any_part_replaced_is_a_record_that_says_it_again_or_corrupt(
+    record: Any, data: st.DataObject
+) -> None:
+    body: Any = record.to_dict()
+    place, key = data.draw(st.sampled_from(_places(body)))
+    place[key] = data.draw(JSON)
+    with contextlib.suppress(Corrupt):
+        made = type(record).from_bytes(envelope(body, record.kind), "p")
+        assert type(record).from_bytes(made.to_bytes(), "p") == made
+
+
+@settings(max_examples=examples(300))
+@given(st.sampled_from(RECORDS), st.data())
+def test_any_byte_of_a_record_that_is_changed_taken_or_added_makes_it_corrupt(record: Any, data: st.DataObject) -> None:
+    whole = record.to_bytes()
+    at = data.draw(st.integers(0, len(whole) - 1))
+    other = bytes([data.draw(st.integers(0, 255).filter(lambda byte: byte != whole[at]))])
+    for spoiled in (whole[:at] + other + whole[at + 1 :], whole[:at], whole[:at] + other + whole[at:]):
+        with pytest.raises(Corrupt):
+            type(record).from_bytes(spoiled, "p")
+    assert type(record).from_bytes(whole, "p") == record
+
+
 @given(st.data())
 def test_a_manifest_with_any_part_replaced_is_a_manifest_or_corrupt(data: st.DataObject) -> None:
     body: Any = MANIFEST.to_dict()
@@ -112,7 +163,7 @@ def test_any_bytes_are_a_header_or_none_and_a_label_too(slot: Slot, data: bytes)
         slot.error()
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.sampled_from(list(Header.__slots__)), VALUES)
 def test_a_header_with_any_field_replaced_is_none_or_stays_within_its_slot(slot: Slot, name: str, junk: Any) -> None:
     put_raw_header(slot, repacked(GOOD, **{name: junk}))
@@ -124,7 +175,24 @@ def test_a_header_with_any_field_replaced_is_none_or_stays_within_its_slot(slot:
         assert header.shard_record().rank == header.rank and header.local_rank == 1
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
+@given(st.data())
+def test_a_header_with_any_inner_part_replaced_is_none_or_stays_within_its_slot(
+    slot: Slot, data: st.DataObject
+) -> None:
+    values: Any = msgpack.unpackb(GOOD.pack(), unicode_errors="surrogateescape")
+    place, key = data.draw(st.sampled_from(_places(values)))
+    place[key] = data.draw(VALUES)
+    put_raw_header(slot, msgpack.packb(values, unicode_errors="surrogateescape"))
+    slot._cached = None
+    header = slot.header()
+    if header is not None:
+        assert Header.parse(header.pack()) == header
+        assert all(file.offset >= 0 and file.offset + file.nbytes <= 12288 for file in header.files)
+        assert all(".." not in file.name.split("/") and not os.path.isabs(file.name) for file in header.files)
+
+
+@settings(max_examples=examples(300))
 @given(st.integers(0, 63), st.integers(0, 2**64 - 1))
 def test_any_word_of_a_slot_page_is_read_without_an_error(slot: Slot, word: int, value: int) -> None:
     before = bytes(slot.memory[:64])
@@ -147,7 +215,7 @@ PAGE_VALUES = st.dictionaries(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=300) | VALUES.map(msgpack.packb) | PAGE_VALUES.map(msgpack.packb))
 def test_any_record_of_a_control_page_is_sound_or_none(page: Page, data: bytes) -> None:
     import zlib

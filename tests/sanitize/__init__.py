@@ -1,0 +1,1 @@
+"""The native part under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer; see ``__main__``."""
