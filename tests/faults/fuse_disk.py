@@ -128,8 +128,9 @@ def mounted(lab: Lab, *arguments: str, name: str = "small") -> Iterator[Path]:
 def settled(root: str, tag: str) -> bool:
     """Every file has its plain name, and ``latest`` says so."""
     names = ["MANIFEST.json", "rank0.pt", "rank1.pt", "sub/model.pt"]
-    latest = Path(root, "latest")
-    told = latest.read_text() if latest.exists() else ""
+    told = ""
+    with contextlib.suppress(FileNotFoundError):  # not yet, or replaced right now
+        told = Path(root, "latest").read_text()
     return told == tag and all(os.path.exists(f"{root}/{tag}/{name}") for name in names)
 
 

@@ -29,6 +29,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +147,15 @@ class Passthrough(fuse.Operations):  # type: ignore[misc]
             for name in folders + files
         ]
 
-    def _mine(self, path: str) -> None:
-        """Whoever makes a name knows it."""
-        if self._rules.late_s():
-            self._seen[path] = 0.0
+    @contextlib.contextmanager
+    def _makes(self, path: str) -> Iterator[None]:
+        """Whoever makes a name knows it, and who is told that it is there already; as on NFS."""
+        self._at(os.path.dirname(path))
+        try:
+            yield
+        finally:
+            if self._rules.late_s():
+                self._seen[path] = 0.0
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -182,8 +188,8 @@ class Passthrough(fuse.Operations):  # type: ignore[misc]
 
     def mkdir(self, path: str, mode: int) -> None:
         self._rules.apply("mkdir", path)
-        os.mkdir(self._at(os.path.dirname(path)) + "/" + os.path.basename(path), mode)
-        self._mine(path)
+        with self._makes(path):
+            os.mkdir(self._directory + path, mode)
 
     def rmdir(self, path: str) -> None:
         self._rules.apply("rmdir", path)
@@ -195,13 +201,13 @@ class Passthrough(fuse.Operations):  # type: ignore[misc]
 
     def rename(self, old: str, new: str) -> None:
         self._rules.apply("rename", old, new)
-        os.rename(self._at(old), self._directory + new)
-        self._mine(new)
+        with self._makes(new):
+            os.rename(self._at(old), self._directory + new)
 
     def link(self, new: str, old: str) -> None:
         self._rules.apply("link", old, new)
-        os.link(self._at(old), self._directory + new)
-        self._mine(new)
+        with self._makes(new):
+            os.link(self._at(old), self._directory + new)
 
     def readlink(self, path: str) -> str:
         return os.readlink(self._at(path))
@@ -226,9 +232,9 @@ class Passthrough(fuse.Operations):  # type: ignore[misc]
 
     def create(self, path: str, mode: int, info: Any) -> int:
         self._rules.apply("create", path)
-        info.fh = os.open(self._directory + path, info.flags & ~os.O_DIRECT | os.O_CREAT, mode)
+        with self._makes(path):
+            info.fh = os.open(self._directory + path, info.flags & ~os.O_DIRECT | os.O_CREAT, mode)
         self._written[info.fh] = b""
-        self._mine(path)
         return 0
 
     def read(self, path: str, size: int, offset: int, info: Any) -> bytes:
