@@ -232,9 +232,9 @@ class Checkpointer:
         handle.reported = True
         return handle
 
-    def report_trouble(self) -> None:
+    def report_trouble(self, fresh: Handle | None = None) -> None:
         """Tell of storage saves that failed since the last call: a warning, or their exception (``on_error``)."""
-        self._outbox.report(self.options.on_error)
+        self._outbox.report(self.options.on_error, fresh)
 
     def _handle(self, staged: Staged, commit_dir: str) -> Handle:
         alone = self.options.layout == "node-local"

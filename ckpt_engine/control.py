@@ -82,6 +82,7 @@ class SaverPage:
     epoch: int = 0
     ready: bool = False
     leaving: bool = False
+    stuck: str = ""  # the call to its file system that has not returned for longest
     outcomes: tuple[Outcome, ...] = ()
 
 

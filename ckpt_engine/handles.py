@@ -100,13 +100,8 @@ class Handle:
         ranks whose part is missing), SaverDied. The snapshot in memory and older checkpoints are intact.
         """
         deadline = Deadline(self._link.options.saver.commit_s + 60.0 if timeout_s is None else timeout_s)
-        if not self._poll(look=True) and not self._link.wait(lambda: self._poll(look=True), deadline):
-            missing = self._destination.missing(self.staged.attempt)
-            raise CommitTimeout(
-                f"step {self.step} is not committed after {deadline.elapsed():.1f} s: no receipt of ranks {missing}. "
-                "It may still be; look again with result(), and see whether these ranks entered the save",
-                missing_ranks=missing,
-            )
+        if not self._look() and not self._link.wait(self._look, deadline):
+            raise self._late(deadline.elapsed())
         if isinstance(self._end, Published):
             return self._end
         self.reported = True
@@ -122,6 +117,24 @@ class Handle:
         """It ended before it reached the saver."""
         self._end = error
 
+    def _late(self, seconds: float) -> CommitTimeout:
+        text = f"step {self.step} is not committed after {seconds:.1f} s"
+        if stuck := self._stuck():
+            text += f": the saver waits for the file system: {stuck}. Look again with result()"
+            return CommitTimeout(text, missing_ranks=())
+        missing = self._destination.missing(self.staged.attempt)
+        lacks = f"no receipt of ranks {missing}" if missing else "every part is there, its manifest is not"
+        advice = "look again with result(), and see whether these ranks entered the save"
+        return CommitTimeout(f"{text}: {lacks}. It may still be; {advice}", missing_ranks=missing)
+
+    def _stuck(self) -> str:
+        page = self._link.outcomes()
+        return page.stuck if page is not None else ""
+
+    def _look(self) -> bool:
+        """``done``, and a look at the disk, unless the saver does not come back from there."""
+        return self._poll(look=not self._stuck())
+
     def _poll(self, *, look: bool) -> bool:
         if self._end is not None:
             return True
@@ -130,6 +143,8 @@ class Handle:
         for outcome in page.outcomes if page is not None else ():
             if (outcome.order, outcome.run) == (attempt.order, attempt.run):
                 self._end = self._published() if outcome.status == "committed" else self._failed(outcome)
+                if outcome.status == "committed" and outcome.reason:
+                    log.warning("step %d is committed, but %s", self.step, outcome.reason)
                 return True
         if look and self._destination.holds(attempt):
             self._end = self._published()
@@ -154,13 +169,17 @@ class Outbox:
     def add(self, handle: Handle) -> None:
         self._handles.append(handle)
 
-    def report(self, on_error: str) -> None:
-        """Tell of saves that failed since the last call: a warning, or the first one's exception (``on_error``)."""
-        failed = [(handle, error) for handle in self._handles if (error := handle.trouble()) is not None]
+    def report(self, on_error: str, fresh: Handle | None = None) -> None:
+        """Tell of saves that failed since the last call: a warning, or the first one's exception (``on_error``).
+
+        Not of ``fresh``, whose caller has its handle yet to come: if nobody looks there, the next call tells.
+        """
+        ended = [handle for handle in self._handles if handle is not fresh]
+        failed = [(handle, error) for handle in ended if (error := handle.trouble()) is not None]
         for handle, error in failed:
             handle.reported = True
             log.warning("the save of step %d did not become a checkpoint: %s", handle.step, error)
-        self._handles = [handle for handle in self._handles if not handle.done()]
+        self._handles = [handle for handle in self._handles if handle is fresh or not handle.done()]
         if failed and on_error == "raise":
             raise failed[0][1]
 

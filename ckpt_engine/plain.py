@@ -94,7 +94,7 @@ class CheckpointEngine:
             raise
         staged = core.stage(entry, files)
         handle = core.queue(entry, staged) if storage else core.in_memory(staged)
-        core.report_trouble()
+        core.report_trouble(handle)
         return handle
 
     def _plan(self, state: State) -> dict[str, Planned]:

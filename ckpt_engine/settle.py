@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ckpt_engine import disk_names
 from ckpt_engine.errors import Corrupt, StorageError
@@ -23,8 +23,9 @@ from ckpt_engine.storage.base import NO_LINKS, Storage, is_missing, remove_tree,
 def finish(storage: Storage, root: str, manifest: Manifest, *, keep_copies: bool) -> StorageError | None:
     """Settle and update ``latest``; what went wrong is told, not raised: the checkpoint is committed."""
     try:
-        _settle(storage, root, manifest, keep_copies)
+        done_with = _settle(storage, root, manifest, keep_copies)
         update_latest(storage, root, manifest.attempt.root_id, manifest)
+        done_with()
     except StorageError as error:
         return error
     return None
@@ -101,8 +102,8 @@ def make_parents(storage: Storage, folder: str, names: Iterable[str]) -> None:
         storage.sync_dir(os.path.dirname(path))
 
 
-def _settle(storage: Storage, root: str, manifest: Manifest, keep_copies: bool) -> None:
-    """Order: clear the older checkpoint's names, sync, link, sync, drop what is done with."""
+def _settle(storage: Storage, root: str, manifest: Manifest, keep_copies: bool) -> Callable[[], None]:
+    """Order: clear the older checkpoint's names, sync, link, sync. Returns how to drop what is done with then."""
     folder = os.path.join(root, manifest.attempt.tag)
     copies = os.path.join(folder, disk_names.attempt_dir(manifest.attempt.id, manifest.node))
     tombstones = _tombstones(storage, folder, manifest)
@@ -122,12 +123,16 @@ def _settle(storage: Storage, root: str, manifest: Manifest, keep_copies: bool) 
     moved = [_move_if_there(storage, os.path.join(copies, name), os.path.join(root, name)) for name in tools]
     if any(moved):
         storage.sync_dir(root)
-    for path, older in tombstones.items():
-        remove_tree(storage, os.path.join(folder, disk_names.attempt_dir(older.attempt.id, older.node)))
-        storage.unlink(path)
-    if not (keep_copies or tombstones):
-        for name in there:
-            storage.unlink(os.path.join(copies, name))
+
+    def drop() -> None:
+        for path, older in tombstones.items():
+            remove_tree(storage, os.path.join(folder, disk_names.attempt_dir(older.attempt.id, older.node)))
+            storage.unlink(path)
+        if not (keep_copies or tombstones):
+            for name in there:
+                storage.unlink(os.path.join(copies, name))
+
+    return drop
 
 
 def _clear(storage: Storage, folder: str, doomed: Collection[str], needed: Collection[str]) -> None:

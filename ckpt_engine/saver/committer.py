@@ -39,6 +39,8 @@ class Pending:
     cancelled: str = ""
     receipted: bool = False
     retry: Deadline | None = None
+    names: Deadline | None = None
+    """It is committed; how long what comes after the manifest is tried again."""
 
     @property
     def attempt(self) -> Attempt:
@@ -211,6 +213,8 @@ class Committer(threading.Thread):
     def _step(self, pending: Pending) -> Outcome | None:
         """Bring one attempt as far as it can go now; its outcome, or None: look again later."""
         attempt = pending.attempt
+        if pending.names is not None:
+            return self.ledger.named(pending.header, pending.names)
         try:
             if pending.cancelled:
                 raise Cancelled(pending.cancelled)
@@ -245,22 +249,19 @@ class Committer(threading.Thread):
     def _publish(self, pending: Pending) -> Outcome | None:
         header, attempt = pending.header, pending.attempt
         known = self.ledger.runs(header.root)
-        foreign = parent_of(header) != header.root  # another directory has no line of its own
+        line = known if parent_of(header) == header.root else ()  # another directory has no line of its own
         with span("publish", step=attempt.step, attempt=attempt.id) as facts:
+            place, nodes, world = parent_of(header), header.nodes, header.world
             result = commit.try_publish(
-                self._storage,
-                parent_of(header),
-                attempt,
-                nodes=header.nodes,
-                world=header.world,
-                runs=() if foreign else known,
-                node=node_of(header),
+                self._storage, place, attempt, nodes=nodes, world=world, runs=line, node=node_of(header)
             )
             facts["result"] = type(result).__name__
         if isinstance(result, commit.Published):
             if result.trouble is not None:
                 log.warning("%s is committed; its plain names or latest are not done: %s", attempt.id, result.trouble)
-            elif self._live_run(attempt.run):  # commits for the dead remove nothing, nor does one behind ``latest``
+                pending.names = Deadline(self._options.retry_s)
+                return None
+            if self._live_run(attempt.run):  # commits for the dead remove nothing, nor does one behind ``latest``
                 with self._mutex:
                     waiting = frozenset(self._pending)
                 self.ledger.retain(header, waiting, lambda other: not self.status(other))

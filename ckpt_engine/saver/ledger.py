@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ckpt_engine import commit, disk_names, listing, retention, runs, settle, sweep
 from ckpt_engine.config import SaverOptions
+from ckpt_engine.control import Outcome
 from ckpt_engine.errors import CkptError, ConfigError, Corrupt, StaleRun, StorageError
 from ckpt_engine.events import log, span
 from ckpt_engine.manifest import Attempt, Committed, Manifest, RunClaim, ShardRecord
@@ -18,6 +19,7 @@ from ckpt_engine.saver.outcomes import node_of, parent_of
 from ckpt_engine.slots import Header
 from ckpt_engine.states import Order
 from ckpt_engine.storage.base import Storage
+from ckpt_engine.waits import Deadline
 
 
 class Ledger:
@@ -142,6 +144,22 @@ class Ledger:
                             own = disk_names.shard_record(record.rank)
                             if commit.attempt_path(root, record.attempt, own, node=record.local_node) == full:
                                 yield record  # else somebody moved it here from another attempt
+
+    def named(self, header: Header, deadline: Deadline) -> Outcome | None:
+        """Try again to finish the names and ``latest`` of what is committed; None: look again before ``deadline``.
+
+        Whatever is not done then is left to the next commit, or the next saver.
+        """
+        attempt, trouble = header.attempt, ""
+        try:
+            for error in settle.roll_forward(self._storage, parent_of(header), attempt.tag):
+                trouble = str(error)
+        except CkptError as error:
+            trouble = str(error)
+        if trouble and not deadline.expired():
+            return None
+        reason = f"its plain names or latest are not done: {trouble}"[:300] if trouble else ""
+        return Outcome(attempt.order, attempt.run, "committed", reason=reason)
 
     def retain(self, header: Header, waiting: Collection[Attempt], open_: Callable[[Attempt], bool]) -> None:
         """Retention and sweep after ``latest``; not in another's directory; never fatal.

@@ -51,7 +51,7 @@ _LAST = (0,)
 
 
 class Writer(threading.Thread):
-    """The one writer of a saver."""
+    """The one writer of a saver, until a write does not return (see ``successor``)."""
 
     def __init__(
         self, storage: Storage, committer: Committer, tell: Callable[[int, Message], None], retry_s: float
@@ -66,6 +66,18 @@ class Writer(threading.Thread):
         self._stop_asked = threading.Event()
         self._record: ShardRecord | None = None
         self.current: Job | None = None
+        self._succeeded = False
+
+    def successor(self) -> Writer:
+        """Started, for the slots behind one whose write does not return; this one ends when that has returned.
+
+        There are never more than slots: each of those that wait holds one.
+        """
+        other = Writer(self._storage, self._committer, self._tell, self._retry_s)
+        other._jobs, other._count, other._stop_asked = self._jobs, self._count, self._stop_asked
+        self._succeeded = True
+        other.start()
+        return other
 
     def submit(self, job: Job) -> None:
         self._jobs.put((job.turn, next(self._count), job))
@@ -80,7 +92,7 @@ class Writer(threading.Thread):
         self._jobs.put((_LAST, next(self._count), None))
 
     def run(self) -> None:
-        while (job := self._jobs.get()[2]) is not None:
+        while not self._succeeded and (job := self._jobs.get()[2]) is not None:
             self.current = job
             try:
                 self._persist(job)

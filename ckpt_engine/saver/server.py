@@ -26,6 +26,7 @@ from ckpt_engine.saver.committer import Committer
 from ckpt_engine.saver.outcomes import outcome_from, with_committed
 from ckpt_engine.saver.peers import Peer, Peers
 from ckpt_engine.saver.persist import Job, Writer
+from ckpt_engine.saver.stalls import Stalls
 from ckpt_engine.slots import BREAKPOINT, RETIRED, Header, Slot, open_all
 from ckpt_engine.states import Order, State, Word, tended
 from ckpt_engine.storage.posix import PosixStorage
@@ -53,7 +54,7 @@ class Server:
         self._reported: set[tuple[str, Order, int]] = set()
         self.headers: tuple[Header, ...] = ()  # of every snapshot here, replaced as a whole: all threads read it
         self._ready: set[tuple[Attempt, int]] = set()  # (attempt, rank) of those that nobody has queued yet
-        self._watched: tuple[Job, int, Deadline] | None = None
+        self._stalls = Stalls(options.stall_s)
         self._term: Deadline | None = None
         self.committer = Committer(
             self.storage,
@@ -124,7 +125,7 @@ class Server:
         for slot in sorted(self.slots.values(), key=lambda s: s.view().order or (0, 0)):
             self._tend(slot)
         self._pass_on_failures()
-        self._watch_progress()
+        self._watch_calls()
         self.ending.think(terminating=self._term is not None)
 
     def _may_leave(self) -> bool:
@@ -250,19 +251,14 @@ class Server:
                     reason = f"rank {rank} {how} without its part of {header.attempt.tag}"[:500]
                     self.committer.failed(header, Failure(rank=rank, reason=reason))
 
-    def _watch_progress(self) -> None:
+    def _watch_calls(self) -> None:
         """A write that does not move for ``stall_s`` is a failed attempt; its slot stays leased until it returns."""
-        job = self.writer.current
-        if job is None:
-            self._watched = None
-            return
-        now = job.slot.progress()
-        if self._watched is None or self._watched[0] is not job or self._watched[1] != now:
-            self._watched = (job, now, Deadline(self.options.stall_s))
-        elif self._watched[2].expired():
-            self._watched = (job, now, Deadline(float("inf")))
-            reason = f"stalled: no byte written for {self.options.stall_s:g} s at {now} bytes"
-            failure = Failure(rank=job.header.rank, reason=reason, path=job.header.commit_dir, op="write")
+        if (longest := self._stalls.longest()) != self._record.stuck:
+            self._say(stuck=longest)
+        found = self._stalls.failure(self.writer)
+        if found is not None:
+            job, failure = found
+            self.writer = self.writer.successor()
             job.slot.put_error(failure)
             self._on_outcome(job.header, outcome_from(failure, job.header))
             self.committer.failed(job.header, failure)

@@ -6,12 +6,14 @@ import contextlib
 import errno
 import os
 import stat
+import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_engine import _C
 from ckpt_engine.errors import Corrupt, StorageError, StorageFull
 from ckpt_engine.storage.base import Entry, Progress, Storage
+from ckpt_engine.waits import Deadline
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -21,6 +23,22 @@ _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
 _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _CANNOT_REMOVE = frozenset({*_ABSENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY})
 _CHUNK_BYTES = 8 << 20
+
+
+class Call(NamedTuple):
+    """A verb that has not returned yet; ``since`` is when it began."""
+
+    op: str
+    path: str
+    since: Deadline
+
+
+_under_way: dict[int, Call] = {}
+
+
+def calls_under_way() -> dict[int, Call]:
+    """By thread of this process. For those who wonder what a thread waits for: it may be for ever."""
+    return dict(_under_way)
 
 
 class PosixStorage(Storage):
@@ -73,6 +91,9 @@ class PosixStorage(Storage):
         with _translated("mkdir", path):
             _refuse_links(path)
             try:
+                with contextlib.suppress(InterruptedError):  # Python repeats some calls, not this one
+                    os.mkdir(path)
+                    return True
                 os.mkdir(path)
             except FileExistsError:
                 if os.path.islink(path) or not os.path.isdir(path):
@@ -149,6 +170,9 @@ class PosixStorage(Storage):
 @contextlib.contextmanager
 def _translated(op: str, path: str, *, quiet: frozenset[int] = frozenset(), need_bytes: int = 0) -> Iterator[None]:
     """OSError in our words; an errno in ``quiet`` is swallowed, and the caller says what it means."""
+    me = threading.get_ident()
+    outer = _under_way.get(me)
+    _under_way[me] = Call(op, path, Deadline(0.0))
     try:
         yield
     except OSError as error:
@@ -157,6 +181,11 @@ def _translated(op: str, path: str, *, quiet: frozenset[int] = frozenset(), need
         if error.errno in _FULL:
             raise _full(op, path, error.errno, need_bytes) from error
         raise StorageError.of(error, op=op, path=path) from error
+    finally:
+        if outer is None:
+            del _under_way[me]
+        else:
+            _under_way[me] = outer
 
 
 def _full(op: str, path: str, number: int, need_bytes: int) -> StorageFull:
