@@ -197,4 +197,5 @@ def main(control: socket.socket, preload: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]))
+    with socket.socket(fileno=int(sys.argv[1])) as it:
+        sys.exit(main(it, sys.argv[2:]))

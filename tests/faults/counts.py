@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 from faults.programs import do, leave, obeys, ready
 from harness import Lab, until
 from team import committed
@@ -29,6 +30,24 @@ def descriptors(pid: int) -> int:
 
 def _files(lab: Lab) -> int:
     return sum(len(names) for _, _, names in os.walk(lab.root))
+
+
+def memory_cgroup(name: str) -> Path:
+    """A new memory cgroup below ours, of version 1 or 2; the test is skipped where none can be made."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        base = Path("/sys/fs/cgroup/memory" if "memory" in controllers.split(",") else "/sys/fs/cgroup")
+        if controllers and base.name != "memory":
+            continue
+        folder = Path(f"{base}{path}", name)
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        if (folder / "memory.max").exists() or (folder / "memory.limit_in_bytes").exists():
+            return folder
+        folder.rmdir()
+    pytest.skip("no memory cgroup can be made here")
 
 
 def saves_often(me: Any, rounds: int, storage_every: int) -> None:

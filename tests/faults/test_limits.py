@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults.counts import memory_cgroup
 from faults.programs import all_do, do, leave, obeys, ready
 from harness import NOBODY, Lab, Process, until
 
@@ -148,7 +149,7 @@ def in_a_cgroup(me: Any, folder: str) -> None:
 
 
 def test_a_memory_cgroup_is_an_error_that_names_it_and_never_an_oom_kill(lab: Lab) -> None:
-    folder = _new_cgroup(lab.dir.name)
+    folder = memory_cgroup(lab.dir.name)
     try:
         rank = lab.rank(in_a_cgroup, str(folder))
         said = rank.expect("full")
@@ -161,23 +162,6 @@ def test_a_memory_cgroup_is_an_error_that_names_it_and_never_an_oom_kill(lab: La
         lab.clear()
         until(lambda: not (folder / "cgroup.procs").read_text(), 5)
         folder.rmdir()
-
-
-def _new_cgroup(name: str) -> Path:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        base = Path("/sys/fs/cgroup/memory" if "memory" in controllers.split(",") else "/sys/fs/cgroup")
-        if controllers and base.name != "memory":
-            continue
-        folder = Path(f"{base}{path}", name)
-        try:
-            folder.mkdir()
-        except OSError:
-            continue
-        if (folder / "memory.max").exists() or (folder / "memory.limit_in_bytes").exists():
-            return folder
-        folder.rmdir()
-    pytest.skip("no memory cgroup can be made here")
 
 
 def no_queues(me: Any, options: dict[str, Any]) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.counts import lives, many_saves
+from faults.counts import lives, many_saves, memory_cgroup
 from faults.hooks import faults
 from faults.programs import all_do, do, leave, obeys, ready
-from faults.test_limits import _new_cgroup
 from harness import Lab, alive, kill, until
 from team import committed, whole
 
@@ -159,7 +158,7 @@ def fits_barely(me: Any, folder: str) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a memory cgroup")
 def test_a_memory_limit_just_above_need_is_enough_for_two_slots_and_kills_nobody(lab: Lab) -> None:
-    folder = _new_cgroup(lab.dir.name)
+    folder = memory_cgroup(lab.dir.name)
     try:
         rank = lab.rank(fits_barely, str(folder))
         told = rank.expect("saved", 60)
