@@ -44,8 +44,8 @@ SEEDS = (
          "LeakSanitizer: detected memory leaks"),
     Seed("tsan", "progress without atomics", "atomics.h", "__atomic_fetch_add(word, amount, __ATOMIC_ACQ_REL)",
          "*word += amount", "data race", native=False),
-    Seed("tsan", "work dealt out twice", "pool.h", "(i = next.fetch_add(1)) < count",
-         "(i = next.load()) < count && (next = i + 1)", "data race"),
+    Seed("tsan", "work dealt out without atomics", "pool.h", "for (size_t i; (i = next.fetch_add(1)) < count;)",
+         "for (size_t i, &plain = reinterpret_cast<size_t&>(next); (i = plain++) < count;)", "data race"),
 )  # fmt: skip
 
 
