@@ -134,11 +134,11 @@ class Node(RuleBasedStateMachine):
     def train_together(self, steps: int) -> None:
         """In turns, as far as a save or two."""
         for step in range(2 * steps):
-            self.train(step % 2, 1, step % 3 > 0)
+            self.train(step % 2, 1, step % 3 > 0, False)
 
-    @rule(number=ranks, steps=st.integers(1, 9), storage=st.booleans())
-    def train(self, number: int, steps: int, storage: bool) -> None:
-        """The next steps of a rank's save; between any two of them others may go on."""
+    @rule(number=ranks, steps=st.integers(1, 9), storage=st.booleans(), dies=seldom)
+    def train(self, number: int, steps: int, storage: bool, dies: bool) -> None:
+        """The next steps of a rank's save; between any two of them others may go on, and after any it may die."""
         for _ in range(steps):
             rank = self.ranks[number]
             if rank.to_queue is not None:
@@ -151,10 +151,14 @@ class Node(RuleBasedStateMachine):
                 self.write(number)
             else:
                 self.seal(number, storage)
+        self.ranks[number].alive &= not dies
 
-    @rule(steps=st.integers(1, 20), end=st.sampled_from([State.DURABLE, State.DURABLE, State.FAILED]))
-    def serve(self, steps: int, end: State) -> None:
-        """The next steps of the saver: its loop goes round the slots, its writer has one job at a time."""
+    @rule(steps=st.integers(1, 20), end=st.sampled_from([State.DURABLE, State.DURABLE, State.FAILED]), dies=seldom)
+    def serve(self, steps: int, end: State, dies: bool) -> None:
+        """The next steps of the saver: its loop goes round the slots, its writer has one job at a time.
+
+        When it has died, the next one knows what is in the segments, and no write of the dead one comes any more.
+        """
         for _ in range(steps):
             self.turn = (self.turn + 1) % (2 * self.count + 2)
             if self.turn < 2 * self.count:
@@ -163,6 +167,8 @@ class Node(RuleBasedStateMachine):
                 self.persist_begins()
             else:
                 self.persist_ends(end)
+        if dies:
+            self.saver = Saver(self.saver.slots)
 
     # -- ranks -------------------------------------------------------------------------------------------------------
 
@@ -237,10 +243,6 @@ class Node(RuleBasedStateMachine):
             rank.filling.change("rank", rank.filling.word(), State.FREE)
             rank.filling = None
 
-    @rule(number=ranks, chance=seldom)
-    def die(self, number: int, chance: bool) -> None:
-        self.ranks[number].alive &= not chance
-
     @precondition(lambda self: any(not rank.alive for rank in self.ranks.values()))
     @rule()
     def start_again(self) -> None:
@@ -300,11 +302,6 @@ class Node(RuleBasedStateMachine):
             digest = job.header.attempt.digest
             self.notify[job.header.rank].send(Released(job.slot.name.slot, int(end), digest))
             self.notify[job.header.rank].send(Ended("committed", digest))
-
-    @rule()
-    def saver_dies(self) -> None:
-        """The next one knows what is in the segments; no write of the dead one comes after it has their lock."""
-        self.saver = Saver(self.saver.slots)
 
     @precondition(lambda self: not any(rank.alive for rank in self.ranks.values()))
     @rule()
@@ -424,5 +421,5 @@ def nothing_stays() -> Any:
 
 class TestAnyInterleavingOfRanksAndSaverKeepsTheInvariants(Node.TestCase):  # type: ignore[misc]
     settings = settings(
-        max_examples=examples(40), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples(60), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
     )

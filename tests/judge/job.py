@@ -26,7 +26,7 @@ from ckpt_engine import locks, shm  # noqa: E402
 from ckpt_engine.errors import ConfigError  # noqa: E402
 from ckpt_engine.names import SHM, Names, names_for  # noqa: E402
 
-WITHIN_S = 120.0
+WITHIN_S = 500.0
 
 
 def orders(root: str, fsync: bool) -> dict[str, str]:

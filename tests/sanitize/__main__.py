@@ -69,6 +69,8 @@ def run(copy: Copy, what: str, command: list[str], *, finds: str = "") -> bool:
             command, cwd=copy.folder, env=copy.environment(), stdout=output, stderr=output, timeout=420
         )
     reports = [path.read_text(errors="replace") for path in sorted(copy.reports.iterdir())]
+    if "runtime error:" in (printed := log.read_text(errors="replace")):  # beside ASan, UBSan prints and ends with 97
+        reports.append(printed)
     if finds:
         good, said = any(finds in report for report in reports), f"found: {finds}"
     else:

@@ -39,13 +39,13 @@ SEEDS = (
     Seed("asan", "one byte too far", "copy.h", "plain(piece.nbytes - done);", "plain(piece.nbytes - done + 1);",
          "heap-buffer-overflow", native=False),
     Seed("asan", "an index too large", "crc32.h", "(reg ^ *data) & 255]", "((reg ^ *data) & 255) | 256]",
-         "index 256 out of bounds"),
+         "out of bounds for type"),
     Seed("asan", "a leak", "copy.h", "std::vector<uint32_t> crcs((n", "auto& crcs = *new std::vector<uint32_t>((n",
          "LeakSanitizer: detected memory leaks"),
     Seed("tsan", "progress without atomics", "atomics.h", "__atomic_fetch_add(word, amount, __ATOMIC_ACQ_REL)",
          "*word += amount", "data race", native=False),
-    Seed("tsan", "work dealt out twice", "pool.h", "(i = next.fetch_add(1)) < count",
-         "(i = next.load()) < count && (next = i + 1)", "data race"),
+    Seed("tsan", "work dealt out without atomics", "pool.h", "for (size_t i; (i = next.fetch_add(1)) < count;)",
+         "for (size_t i, &plain = reinterpret_cast<size_t&>(next); (i = plain++) < count;)", "data race"),
 )  # fmt: skip
 
 
