@@ -105,6 +105,7 @@ def make_parents(storage: Storage, folder: str, names: Iterable[str]) -> None:
 def _settle(storage: Storage, root: str, manifest: Manifest, keep_copies: bool) -> Callable[[], None]:
     """Order: clear the older checkpoint's names, sync, link, sync. Returns how to drop what is done with then."""
     folder = os.path.join(root, manifest.attempt.tag)
+    storage.sync_dir(folder)  # the manifest may be another publisher's, who has not come to its sync
     copies = os.path.join(folder, disk_names.attempt_dir(manifest.attempt.id, manifest.node))
     tombstones = _tombstones(storage, folder, manifest)
     taken = names_of_peers(storage, folder, manifest)

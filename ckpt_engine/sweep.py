@@ -45,7 +45,6 @@ def remove_checkpoint(storage: Storage, committed: Committed) -> Removal:
         return Removal(False, tuple(entry.name for entry in names))
     try:
         storage.rename(path, grave)
-        storage.sync_dir(folder)
     except StorageError:
         if storage.size(path) is not None:
             raise
@@ -203,6 +202,7 @@ def _remove_files(storage: Storage, folder: str, manifest: Manifest) -> bool:
     taken = names_of_peers(storage, folder, manifest)
     names = [entry.name for entry in manifest.files() if entry.origin != "tool" and entry.name not in taken]
     try:
+        storage.sync_dir(folder)  # the tombstone may be another saver's, who has not come to its sync
         for name in names:
             if storage.size(committed) is not None:
                 return False

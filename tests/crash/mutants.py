@@ -226,14 +226,14 @@ SWAPS = [
      exchanged("if newest.manifest != settled", "write_durably(storage, path, data)")),
     ("saver.committer", "Committer._publish", "retention before `latest` (6, 7)",
      both(inserted(_LATER, "with span('publish'"), inserted(_NOW, "if isinstance(result, commit.Published)"))),
-    ("sweep", "remove_checkpoint", "sync before the tombstone (7)",
-     exchanged("storage.rename(path, grave)", "storage.sync_dir(folder)")),
     ("sweep", "remove_checkpoint", "files removed before the tombstone (7)",
      inserted(_FILES_FIRST, "try:")),
     ("sweep", "_bury", "tombstone removed before the files (7)",
      inserted("storage.unlink(grave)", "done = manifest is None")),
-    ("sweep", "_remove_files", "sync before the files are removed (7)",
+    ("sweep", "_remove_files", "files removed before the tombstone is synced (7)",
      exchanged("for name in names", "storage.sync_dir(folder)")),
+    ("settle", "_settle", "old names removed before the manifest is synced (4, 5)",
+     exchanged("if tombstones:", "storage.sync_dir(folder)")),
 ]  # fmt: skip
 
 

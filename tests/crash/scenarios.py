@@ -75,7 +75,7 @@ def node_local(world: World) -> None:
         saver.save(attempt_of(seq, tag), {0: OTHERS[0] if seq == 3 else FILES[0]})
 
 
-def pair(tag: str, keep_last: int | None = None) -> Callable[[], Pair]:
+def pair(tag: str, keep_last: int | None = None, names: tuple[str, ...] = OTHERS[0]) -> Callable[[], Pair]:
     """Two nodes with a rank each; the saver of node 0 has made its receipt and looks for the other's."""
 
     def begin() -> Pair:
@@ -84,11 +84,11 @@ def pair(tag: str, keep_last: int | None = None) -> Callable[[], Pair]:
         one, other = (world.saver(node=node, nodes=2, keep_last=keep_last) for node in (0, 1))
         world.history.begin(attempt)
         world.history.publishers = 1 + (tag == BEFORE.tag)
-        one.persist(attempt, {0: OTHERS[0]}, claim_of(1))
+        one.persist(attempt, {0: names}, claim_of(1))
         one.committer._pass()
 
         def first() -> None:
-            other.persist(attempt, {1: ("zero_1_optim_states.pt", "zero_to_fp32.py")}, claim_of(1))
+            other.persist(attempt, {1: FILES[1]}, claim_of(1))
             other.end()
 
         def done() -> bool:
@@ -103,6 +103,7 @@ def pair(tag: str, keep_last: int | None = None) -> Callable[[], Pair]:
 PAIRS: dict[str, Callable[[], Pair]] = {
     "two_first_saves": pair("global_step20"),
     "two_re_saves": pair(BEFORE.tag),
+    "two_re_saves_of_fewer": pair(BEFORE.tag, names=("mp_rank_00_model_states.pt",)),
     "two_retentions": pair("global_step20", keep_last=1),
 }
 

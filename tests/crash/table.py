@@ -18,7 +18,7 @@ QUICK, FAST, FULL = 0, 16, 512
 
 def _less(bound: int) -> int:
     """For what is cut after every pair of steps, or after every refusal."""
-    return FAST if bound > FAST else QUICK
+    return FAST if bound > FAST else min(bound, 1)
 
 
 def tests(bound: int) -> Iterator[tuple[str, Callable[[], Tally]]]:
@@ -52,16 +52,25 @@ def tests(bound: int) -> Iterator[tuple[str, Callable[[], Tally]]]:
                 )
 
 
-NEAREST = {"sweep": "retention", "settle": "re_save", "commit": "re_save", "saver.persist": "node_local"}
-"""Module → the scenario that sees most of it; only the order in which tests are tried."""
+NEAREST = {
+    "sweep": ("[retention]", "[two_retentions]"),
+    "settle": ("[re_save]", "[two_re_saves_of_fewer]"),
+    "commit": ("[re_save]",),
+    "saver.persist": ("[node_local]",),
+}
+"""Module → the tests that see most of it; only the order in which they are tried."""
 
 
 def first_red(mutant: Mutant, bound: int = FAST) -> tuple[str, str] | None:
     """(test, what it says), or None: the mutant survives."""
-    near = NEAREST.get(mutant.module.removeprefix("ckpt_engine."), "first_save")
-    ordered = sorted(
-        tests(bound), key=lambda test: not ("promise" in test[0] or test[0].endswith(f"committed[{near}]"))
-    )
+    near = NEAREST.get(mutant.module.removeprefix("ckpt_engine."), ())
+
+    def place(test: tuple[str, object]) -> int:
+        if "promise" in test[0]:
+            return 0
+        return 1 if "recovery" not in test[0] and test[0].endswith(near or ("[first_save]",)) else 2
+
+    ordered = sorted(tests(bound), key=place)
     with mutant.planted(), remembered():
         for name, test in ordered:
             try:
