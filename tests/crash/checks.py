@@ -150,10 +150,16 @@ def _attempts(storage: Any, root: str) -> Iterator[tuple[str, disk_names.Attempt
 
 
 def check_live(storage: Any, history: History) -> None:
-    """What a tool may rely on while a saver lives: model states come last under plain names."""
+    """What a tool may rely on while a saver lives: model states come last under plain names; removal after `latest`."""
     if history.publishers > 1:
         return
-    for one in listing.list_committed(storage, ROOT).committed:
+    committed = listing.list_committed(storage, ROOT).committed
+    for one in committed[:1]:
+        first = [listing.paths_of(one, entry)[0] for entry in one.manifest.files() if entry.origin == "shard"]
+        named = (storage.read_small(f"{ROOT}/{disk_names.LATEST}", 4096) or b"").decode()
+        gone = [path for path in first if storage.size(path) is None]
+        require(not gone or named == one.manifest.attempt.tag, "first names go after `latest`", gone)
+    for one in committed:
         plain = [f"{one.commit_dir}/{entry.name}" for entry in one.manifest.files() if entry.origin == "shard"]
         last = [path for path in plain if path.endswith("model_states.pt")]
         if last and not _graves(storage, one) and all(storage.size(path) is not None for path in last):

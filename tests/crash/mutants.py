@@ -221,7 +221,9 @@ SWAPS = [
      _replaced("for name in sorted(names", "for name in sorted(names):\n"
                " _install(storage, os.path.join(copies, name), os.path.join(folder, name))")),
     ("settle", "finish", "`latest` before the plain names (5, 6)",
-     exchanged("_settle(", "update_latest(")),
+     exchanged("done_with = _settle(", "update_latest(")),
+    ("settle", "finish", "first names and tombstones removed before `latest` (6)",
+     exchanged("update_latest(", "done_with()")),
     ("settle", "update_latest", "`latest` before another's plain names (5, 6)",
      exchanged("if newest.manifest != settled", "write_durably(storage, path, data)")),
     ("saver.committer", "Committer._publish", "retention before `latest` (6, 7)",
