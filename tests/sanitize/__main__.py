@@ -66,7 +66,7 @@ def run(copy: Copy, what: str, command: list[str], *, finds: str = "") -> bool:
     log = copy.folder / f"{what}.log"
     with log.open("wb") as output:
         done = subprocess.run(
-            command, cwd=copy.folder, env=copy.environment(), stdout=output, stderr=output, timeout=420
+            command, cwd=copy.folder, env=copy.environment(), stdout=output, stderr=output, timeout=900
         )
     reports = [path.read_text(errors="replace") for path in sorted(copy.reports.iterdir())]
     if "runtime error:" in (printed := log.read_text(errors="replace")):  # beside ASan, UBSan prints and ends with 97
