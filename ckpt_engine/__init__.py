@@ -3,8 +3,9 @@
 The map of the house (imports go down only)::
 
     5  cli  integrations/{deepspeed,deepspeed_shim}               |  saver/__main__
-    4  plain  checkpointer  handles                               |  saver/{server,endings}
-    3  restore  source  agreement  group  buffers  staging  link  |  saver/{persist,committer,ledger,outcomes,peers}
+    4  plain  checkpointer  saving  handles                       |  saver/{server,endings}
+    3  restore  source  agreement  group  buffers                 |  saver/{persist,committer,ledger,outcomes,peers}
+       overlap  staging  device  link                             |
     2  image  pt_pickle  pt_zip  slots  messages  budget
        commit  settle  sweep  listing  runs  reading  storage/{base,posix}
     1  names  disk_names  config  errors  events  waits  locks  shm  states  control  record  manifest  retention
