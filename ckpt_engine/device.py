@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -47,8 +48,12 @@ class Cuda:
         import torch
 
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = runtime.cudaHostRegister(address, nbytes, 0)
-        return "" if int(code) == 0 else f"cudaHostRegister: {runtime.cudaGetErrorString(code)}"
+        code = runtime.cudaHostRegister(address, nbytes, 1)  # portable: for all devices
+        if int(code) == 0:
+            return ""
+        with contextlib.suppress(RuntimeError):  # the runtime keeps the error for the next kernel: let it be this one
+            torch.zeros(1, device="cuda").add_(1)
+        return f"cudaHostRegister: {runtime.cudaGetErrorString(code)}"
 
     def unregister(self, address: int) -> None:
         import torch
