@@ -128,7 +128,7 @@ class Lanes:
     def pin(self, slot: Slot, runtime: Runtime) -> None:
         """Pin ``slot`` for as long as it is mapped; one that cannot be is filled more slowly, and it is said once."""
         address, nbytes = _C.address_of(slot.memory), len(slot.memory)
-        if address in self._pinned:
+        if slot.before_unmap is not None:
             return
         most = self._most if self._most is not None else int(_PINNED_SHARE * _memory_bytes())
         if sum(self._pinned.values()) + nbytes > most:

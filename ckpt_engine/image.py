@@ -57,7 +57,9 @@ class Image:
 
     def device_records(self) -> list[tuple[int, Tensor, int]]:
         """(record, its bytes as a 1-D uint8 tensor on its device, offset in the file), for all not in host memory."""
-        found = []
+        found: list[tuple[int, Tensor, int]] = []
+        if all(self._layout.on_host):
+            return found
         for number, storage in enumerate(self._storages):
             if not self._layout.on_host[number]:
                 size = (self._layout.records.sizes[number],)

@@ -87,10 +87,16 @@ class Late:
             self.work.seal()
         except Exception as error:  # told by the handle, or at the next save
             self.error = error
-            self.work.fail(error)
+            self._give_up(error)
         finally:
             self._free.set()
             self._sealed.set()
+
+    def _give_up(self, error: Exception) -> None:
+        try:
+            self.work.fail(error)
+        except Exception as more:  # nobody is above this: the engine was closed by a signal handler, for one
+            log.warning("a save failed (%s), and could not say so: %s", error, more)
 
 
 class Guards:
@@ -126,8 +132,8 @@ class Guards:
         if not self._optimizers and not self._promised:
             warn_once(f"guard {id(self)}", "nothing is guarded: saves block. See guard(optimizer)")
             return frozenset()
-        tensors = [*self._promised, *(t for one in self._optimizers.values() for t in tensors_of(one))]
-        backward = [tensor for tensor in tensors if updates_in_backward(tensor)]
+        owners = self._optimizers.values()
+        backward = [p for one in owners for group in one.param_groups for p in group["params"] if in_backward(p)]
         if backward:
             shape = tuple(backward[0].shape)
             warn_once(
@@ -135,7 +141,7 @@ class Guards:
                 f"a parameter of shape {shape} has hooks that may update it in backward: saves block",
             )
             return frozenset()
-        return storages(tensors)
+        return storages([*self._promised, *(tensor for one in owners for tensor in tensors_of(one))])
 
     @property
     def least_bytes(self) -> int:
@@ -171,7 +177,7 @@ def tensors_of(optimizer: Any) -> Iterator[Tensor]:
             )
 
 
-def updates_in_backward(tensor: Tensor) -> bool:
+def in_backward(tensor: Tensor) -> bool:
     """True if an optimizer may run inside of backward, where no step waits."""
     hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return bool(hooks) or hasattr(tensor, "_in_backward_optimizers")
