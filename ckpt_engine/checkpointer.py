@@ -63,7 +63,7 @@ class Checkpointer:
         self.buffers = Buffers(self.link, options, local_world=local_world)
         self.threads = copy_threads(options.threads, local_world)
         self.guards = Guards(options.staging, self.guard)
-        self.lanes = Lanes()
+        self.lanes = Lanes(local_ranks=local_world)
         self.late: Late | None = None
         self._caches: dict[str, image.PlanCache] = {}
         self.outbox = Outbox()

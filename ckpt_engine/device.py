@@ -109,11 +109,11 @@ class Other:
 class Lanes:
     """The devices of one rank, and which of its slots are pinned for them."""
 
-    def __init__(self, runtime: Runtime | None = None, *, most_bytes: int | None = None) -> None:
+    def __init__(self, runtime: Runtime | None = None, *, local_ranks: int = 1, most_bytes: int | None = None) -> None:
         self._given = runtime
         self._known: dict[str, Runtime] = {}
         self._pinned: dict[int, int] = {}  # address → bytes
-        self._most = most_bytes
+        self._most = int(_PINNED_SHARE * _memory_bytes() / local_ranks) if most_bytes is None else most_bytes
 
     def runtime(self, device: Any) -> Runtime:
         kinds: dict[str, type[Runtime]] = {"cuda": Cuda}
@@ -130,9 +130,8 @@ class Lanes:
         address, nbytes = _C.address_of(slot.memory), len(slot.memory)
         if slot.before_unmap is not None:
             return
-        most = self._most if self._most is not None else int(_PINNED_SHARE * _memory_bytes())
-        if sum(self._pinned.values()) + nbytes > most:
-            trouble = f"{nbytes} bytes more would be over {most}, the share of the memory that may be pinned"
+        if sum(self._pinned.values()) + nbytes > self._most:
+            trouble = f"{nbytes} bytes more would be over {self._most}, the share of the memory that a rank may pin"
         else:
             trouble = runtime.register(address, nbytes)
         self._pinned[address] = 0 if trouble else nbytes

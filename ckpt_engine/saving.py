@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_engine.buffers import Lease
-from ckpt_engine.errors import StagingError, StorageError
+from ckpt_engine.errors import CkptError, StagingError, StorageError
 from ckpt_engine.events import span
 from ckpt_engine.handles import Handle, Staged
 from ckpt_engine.manifest import Attempt
@@ -49,9 +49,9 @@ class Saving:
 
     def start(self) -> Handle:
         """The handle of a snapshot, or of one that ``core.late`` is making. Raises StagingError, SaverError."""
-        core, entry, begin = self._core, self._entry, time.monotonic()
+        core, entry, need = self._core, self._entry, space(self._files)
         try:
-            lease = self._lease()
+            lease = self._lease(need)
             begin, self._slot = time.monotonic(), lease.slot
             self._fill = fill = Fill(
                 lease.slot,
@@ -73,7 +73,7 @@ class Saving:
             wait_s=lease.waited_s,
             waited_for=lease.blocker,
             copy_s=time.monotonic() - begin,
-            nbytes=space(self._files),
+            nbytes=need,
             late_bytes=fill.late_bytes,
         )
         self._handle = handle = core.handle(staged, entry.commit_dir if entry.storage else "")
@@ -99,8 +99,10 @@ class Saving:
                 self._fill.copy_late(threads)
 
     def hold(self) -> None:
-        if self._fill is not None:
-            self._fill.hold()
+        """Let what a device does from now on wait for its copies."""
+        fill = self._fill
+        if fill is not None:
+            fill.hold()
 
     def seal(self) -> None:
         """A snapshot from here on; a storage save goes to the saver."""
@@ -117,11 +119,13 @@ class Saving:
         if slot is not None and (word := slot.word()).state is State.FILLING:
             slot.change("rank", word, State.FREE)
         if self._handle is not None:
-            self._handle.fail(error if isinstance(error, StagingError) else _told_as_ours(error))
+            self._handle.fail(
+                error if isinstance(error, CkptError) else StagingError(f"{type(error).__name__}: {error}")
+            )
         self._core.fail(self._entry, error)
 
-    def _lease(self) -> Lease:
-        core, need = self._core, space(self._files)
+    def _lease(self, need: int) -> Lease:
+        core = self._core
         with span("lease", step=self._entry.attempt.step, bytes=need) as facts:
             lease = core.buffers.lease(need, Deadline(core.options.wait_s))
             facts["wait_s"] = round(lease.waited_s, 6)
@@ -133,7 +137,7 @@ class Saving:
             raise StagingError(f"the slot of step {entry.attempt.step} was never filled")
         self._fill.await_late(core.threads)
         self._release()
-        table = self._fill.finish()
+        table, self._fill = self._fill.finish(), None
         with span("seal", step=entry.attempt.step, attempt=entry.attempt.id):
             seal(self._slot, core.header(entry, table))
         core.link.say(outcome="sealed")
@@ -159,14 +163,10 @@ class Saving:
         core.link.wake("queued", entry.attempt.digest)
 
     def _release(self) -> None:
+        """Let go of the tensors, and of the state they were in."""
         for file in self._files.values():
             file.layout.release()
-
-
-def _told_as_ours(error: BaseException) -> StagingError:
-    told = StagingError(f"{type(error).__name__}: {error}")
-    told.__cause__ = error
-    return told
+        self._files = {}
 
 
 def seal(slot: Slot, header: Header) -> None:

@@ -161,7 +161,7 @@ def test_a_slot_is_pinned_once_and_given_back_before_it_is_unmapped(slot: Slot) 
 
 @pytest.mark.parametrize(
     ("refuses", "most", "why"),
-    [("cudaHostRegister: out of memory", None, "out of memory"), ("", 1000, "may be pinned")],
+    [("cudaHostRegister: out of memory", None, "out of memory"), ("", 1000, "may pin")],
     ids=["the driver refuses", "over the cap"],
 )
 def test_a_slot_that_cannot_be_pinned_is_filled_and_the_reason_is_told_once(

@@ -60,7 +60,7 @@ def test_a_rank_killed_in_a_late_copy_keeps_its_previous_snapshot(
 def test_a_seal_that_fails_late_fails_the_handle_and_frees_the_slot(lab: Lab) -> None:
     rank = lab.rank(fails_late, env=faults("seal:started:2:raise=5"))
     said = rank.expect("end")
-    assert said["error"] == "StagingError" and "write /on/order" in said["text"] and said["then"] == [1, 3]
+    assert said["error"] == "StorageError" and "write /on/order" in said["text"] and said["then"] == [1, 3]
     rank.end()
 
 
