@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,24 +15,19 @@ from harness import Lab
 
 
 def trains(me: Any, storage: bool) -> None:
-    """Save 1, 2, 3 … with a step after each, which waits for the copy."""
-    import torch
-
-    weight = torch.nn.Parameter(me.coded(0, 100_000).double())
-    optimizer = torch.optim.SGD([weight], lr=1.0)
+    """Save 1, 2, 3 … and change what was saved after each, once it is copied."""
+    weight = me.coded(0, 100_000)
     engine = me.engine(staging="overlap")
-    engine.guard(optimizer)
+    engine.guard([weight])
     for step in range(1, 100):
-        with torch.no_grad():
-            weight.copy_(me.coded(step, 100_000))
-        state = {f"rank{me.rank}.pt": {"w": weight.detach()}}
+        weight.copy_(me.coded(step, 100_000))
+        state = {f"rank{me.rank}.pt": {"w": weight}}
         if storage:
             engine.save_to_storage(step, state)
         else:
             engine.save_to_memory(step, state)
         me.say("saved", step=step)
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
+        engine.wait_staged()
 
 
 @pytest.mark.parametrize(
@@ -57,6 +55,32 @@ def test_a_rank_killed_in_a_late_copy_keeps_its_previous_snapshot(
     leave([again])
 
 
+LEAVES = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from nursery import SAVER, coded
+from ckpt_engine import CheckpointEngine, SaverOptions, events
+engine = CheckpointEngine(sys.argv[2], staging="overlap", saver=SaverOptions(**SAVER))
+weight = coded(1, 0, 20_000)
+engine.guard([weight])
+events.add_hook(lambda event: time.sleep(0.3) if (event.name, event.phase) == ("copy", "started") else None)
+engine.save_to_memory(1, {"rank0.pt": {"w": weight}})
+raise KeyError("and nobody closes the engine")
+"""
+
+
+def test_an_interpreter_that_ends_without_a_close_finishes_its_copy(lab: Lab) -> None:
+    here = str(Path(__file__).resolve().parents[1])
+    done = subprocess.run([sys.executable, "-c", LEAVES, here, lab.root], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "KeyError" in done.stderr, done.stderr
+    again = ready([lab.rank(obeys, None)])[0]
+    found = do(again, "restore")
+    assert (found["step"], found["whole"]) == (1, True)  # from memory, or the saver was faster and made a checkpoint
+    assert do(again, "storage", step=9)["error"] == ""
+    assert do(again, "result", step=9)["error"] == ""
+    leave([again])
+
+
 def test_a_seal_that_fails_late_fails_the_handle_and_frees_the_slot(lab: Lab) -> None:
     rank = lab.rank(fails_late, env=faults("seal:started:2:raise=5"))
     said = rank.expect("end")
@@ -69,14 +93,12 @@ def fails_late(me: Any) -> None:
 
     from ckpt_engine.errors import CkptError
 
-    weight = torch.nn.Parameter(torch.ones(1000))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight = torch.ones(1000)
     with me.engine(staging="overlap") as engine:
-        engine.guard(optimizer)
+        engine.guard([weight])
         engine.save_to_storage(1, {"a.pt": {"w": weight}}).result(20)
         handle, told = engine.save_to_storage(2, {"a.pt": {"w": weight}}), None
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
+        engine.wait_staged()  # says it in the log, and does not raise
         try:
             handle.result(20)
         except CkptError as error:
