@@ -3,9 +3,9 @@
 The map of the house (imports go down only)::
 
     5  cli  integrations/{deepspeed,deepspeed_shim}               |  saver/__main__
-    4  plain  checkpointer  handles                               |  saver/{server,endings}
-    3  restore  source  agreement  group  buffers  staging  link  |  saver/{persist,committer,ledger}
-                                                                  |  saver/{outcomes,peers,stalls}
+    4  plain  checkpointer  saving  handles                       |  saver/{server,endings}
+    3  restore  source  agreement  group  buffers  overlap        |  saver/{persist,committer,ledger}
+       staging  device  link                                      |  saver/{outcomes,peers,stalls}
     2  image  pt_pickle  pt_zip  slots  messages  budget
        commit  settle  sweep  listing  runs  reading  storage/{base,posix}
     1  names  disk_names  config  errors  events  waits  locks  shm  states  control  record  manifest  retention

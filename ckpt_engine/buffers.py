@@ -14,7 +14,7 @@ from ckpt_engine import _C, budget, locks, shm
 from ckpt_engine.config import Options
 from ckpt_engine.control import Page, RankPage
 from ckpt_engine.errors import BufferBusy, ShmFull, StagingError
-from ckpt_engine.events import log
+from ckpt_engine.events import log, warn_once
 from ckpt_engine.link import Link
 from ckpt_engine.names import MAX_EDITION, SegmentName
 from ckpt_engine.slots import CANCEL, DATA_OFFSET, RETIRED, Header, Slot, open_all
@@ -115,6 +115,10 @@ class Buffers:
             attempt=blocker,
         )
 
+    def reserve(self, need_bytes: int, deadline: Deadline) -> None:
+        """Make the slots, for files of ``need_bytes``, unless it is done; touched in the background. Raises ShmFull."""
+        self.count = self.count or self._decide(need_bytes, deadline)
+
     def busy(self) -> bool:
         """True if a save would have to wait now."""
         mine = [slot.view() for slot in self.mine()]
@@ -140,7 +144,8 @@ class Buffers:
         slot = self._claimed(by_view[chosen])
         if slot is None or slot.capacity >= need_bytes:
             return slot
-        log.info("the state outgrew %s (%d bytes): a larger buffer for %d", slot.name, slot.capacity, need_bytes)
+        why = f"the state outgrew its buffer: {slot.capacity} bytes are there, {need_bytes} needed; a larger one comes"
+        warn_once(f"{self._link.names.hash} {need_bytes}", why)
         self._retire(slot)
         return self._take(need_bytes, deadline)
 
@@ -310,11 +315,3 @@ class Buffers:
 def _segment_bytes(need_bytes: int) -> int:
     """What a new slot takes for files of ``need_bytes``."""
     return DATA_OFFSET + int(need_bytes * budget.GROWTH) + shm.PAGE
-
-
-def seal(slot: Slot, header: Header) -> None:
-    """FILLING → READY: complete, checksummed, immutable; a snapshot from now on."""
-    slot.put_header(header)
-    word = slot.word()
-    if word.state is not State.FILLING or not slot.change("rank", word, State.READY, header.attempt):
-        raise StagingError(f"slot {slot.name} was taken away while it was filled")

@@ -9,44 +9,35 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from ckpt_engine import image
 from ckpt_engine.agreement import agree_on_confirmed, agree_on_root, agree_on_run, leave_other_lines
-from ckpt_engine.buffers import Buffers, Lease, seal
+from ckpt_engine.buffers import Buffers
 from ckpt_engine.config import Options, copy_threads, hook_from_environment, require_linux, whole
-from ckpt_engine.errors import CkptError, ConfigError, Corrupt, StagingError, StorageError
+from ckpt_engine.device import Lanes
+from ckpt_engine.errors import CkptError, ConfigError, Corrupt, StagingError
 from ckpt_engine.events import log, span
 from ckpt_engine.group import Group, meet, my_node, places, together
 from ckpt_engine.handles import Destination, Handle, Outbox, Published, Staged
 from ckpt_engine.link import Link
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.names import names_for
+from ckpt_engine.overlap import Guards, Late
 from ckpt_engine.reading import Reading
 from ckpt_engine.restore import Facts, How, RestoreReport, Wants, choose, look, take
-from ckpt_engine.slots import Header
+from ckpt_engine.saving import Entry, Saving
+from ckpt_engine.slots import Header, SlotFile
 from ckpt_engine.source import Candidate, Share, Source
-from ckpt_engine.staging import Planned, fill, space
-from ckpt_engine.states import Order, State
-from ckpt_engine.storage.base import make_dirs
+from ckpt_engine.staging import Planned
+from ckpt_engine.states import Order
 from ckpt_engine.storage.posix import PosixStorage
 from ckpt_engine.waits import Deadline
 
 MAX_STEP = 2**53
 COLLECTIVE_S, MAX_COLLECTIVE_S = 1800.0, 7 * 86400.0
 """How long attach and restore wait for the slowest rank; a rank may wait ``wait_s`` for a buffer meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One entry into a save call: its attempt, and where it would be committed."""
-
-    attempt: Attempt
-    commit_dir: str
-    storage: bool
 
 
 class Checkpointer:
@@ -70,22 +61,30 @@ class Checkpointer:
         self.link = Link(names, root=self.root, options=options, local_rank=self.place.local_rank)
         local_world = len(self.place.node_ranks)
         self.buffers = Buffers(self.link, options, local_world=local_world)
-        self._threads = copy_threads(options.threads, local_world)
+        self.threads = copy_threads(options.threads, local_world)
+        self.guards = Guards(options.staging, self.guard)
+        self.lanes = Lanes(local_ranks=local_world)
+        self.late: Late | None = None
         self._caches: dict[str, image.PlanCache] = {}
-        self._outbox = Outbox()
+        self.outbox = Outbox()
         self._seq = 0
-        self._saved = False
+        self.saved = False
         self._busy = False
         self._confirmed: Order | None = None
         self._closed = False
         try:
             self.root_id = agree_on_root(self.storage, self.group, self.place, self.root, options.layout)
             with span("attach", rank=self.place.rank, world=self.group.world):
-                together(self.group, lambda: self.link.register(rank=self.place.rank, local_world=local_world))
+                together(self.group, lambda: self._register(local_world))
                 self.claim = self._new_run(None)
         except BaseException:
             self._let_go(goodbye=False)
             raise
+
+    def _register(self, local_world: int) -> None:
+        self.link.register(rank=self.place.rank, local_world=local_world)
+        if self.options.slot_bytes:
+            self.prepare(self.options.slot_bytes)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -108,6 +107,7 @@ class Checkpointer:
         Raises ConfigError for a step that is no whole number ≥ 0.
         """
         self._require_open()
+        self.settle()
         self._seq += 1
         if self.options.when_busy == "skip":  # what all ranks exchange comes first: from here on one may fail alone
             self._busy = any(together(self.group, self.buffers.busy, StagingError))
@@ -122,11 +122,9 @@ class Checkpointer:
             raise
         parent = os.path.realpath(directory) if directory else self.root
         entry = Entry(attempt, os.path.join(parent, attempt.tag), storage)
-        if not self._saved:
+        if not self.saved:
             leave_other_lines(self.storage, self.root, self.buffers, self.claim)
-        self.link.say(
-            entered=attempt.order, label=self._header(entry, ()).pack(), outcome="filling", reason="", errno=0
-        )
+        self.link.say(entered=attempt.order, label=self.header(entry, ()).pack(), outcome="filling", reason="", errno=0)
         return entry
 
     def _attempt(self, step: int, tag: str) -> Attempt:
@@ -137,75 +135,33 @@ class Checkpointer:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"tag {tag!r} cannot name a directory in the root: {error}") from error
 
-    def stage(self, entry: Entry, files: Mapping[str, Planned]) -> Staged:
-        """Fill a slot with ``files`` and seal it; blocks until one of this rank's buffers is released.
+    def save(self, entry: Entry, files: Mapping[str, Planned]) -> Handle:
+        """Stage ``files``: all of them now, or what is late in a thread of its own; a storage save is queued then.
 
-        Raises StagingError or SaverError; then the attempt is marked failed, so that no other rank waits for it.
+        Blocks until one of this rank's buffers is released. Raises StagingError or SaverError; then the attempt is
+        marked failed, so that no other rank waits for it. What fails after the return fails the handle, and is told
+        at the next save.
         """
-        attempt = entry.attempt
-        try:
-            with span("lease", step=attempt.step, bytes=(need := space(files))) as facts:
-                lease = self.buffers.lease(need, Deadline(self.options.wait_s))
-                facts["wait_s"] = round(lease.waited_s, 6)
-            begin = time.monotonic()
-            self._fill_and_seal(entry, files, lease)
-        except BaseException as error:
-            self.fail(entry, error)
-            raise
-        finally:
-            for file in files.values():
-                file.layout.release()
-        copy_s = time.monotonic() - begin
-        self._saved = True
-        self.link.say(outcome="sealed")
-        self.link.look_after_saver()
-        return Staged(
-            step=attempt.step,
-            attempt=attempt,
-            wait_s=lease.waited_s,
-            waited_for=lease.blocker,
-            copy_s=copy_s,
-            nbytes=need,
-        )
+        return Saving(self, entry, files).start()
 
-    def _fill_and_seal(self, entry: Entry, files: Mapping[str, Planned], lease: Lease) -> None:
-        slot = lease.slot
-        try:
-            table = fill(slot, files, threads=self._threads)
-            with span("seal", step=entry.attempt.step, attempt=entry.attempt.id):
-                seal(slot, self._header(entry, table))
-        except BaseException:
-            word = slot.word()
-            if word.state is State.FILLING:
-                slot.change("rank", word, State.FREE)
-            raise
+    def guard(self) -> None:
+        """Block until what was handed over may change: nothing to do but with ``staging="overlap"``."""
+        if self.late is not None:
+            self.late.guard()
 
-    def queue(self, entry: Entry, staged: Staged) -> Handle:
-        """Hand a sealed snapshot to the saver. Storage trouble fails the handle, never the training loop."""
-        handle = self._handle(staged, entry.commit_dir)
-        self._outbox.add(handle)
-        try:
-            with span("queue", step=entry.attempt.step, attempt=entry.attempt.id):
-                make_dirs(self.storage, entry.commit_dir)
-                held = False
-                for slot in self.buffers.mine():
-                    found = slot.snapshot()
-                    if found is not None and found[1].attempt == entry.attempt:
-                        held = True
-                        if found[0].state is State.READY:
-                            slot.change("rank", found[0], State.QUEUED)  # or the saver did: SIGTERM, or a peer died
-                if not held:
-                    raise StagingError(f"the slot of step {entry.attempt.step} disappeared before it was queued")
-        except (StorageError, StagingError) as error:
-            handle.fail(error)
-            self.fail(entry, error)
-        with span("wake", step=entry.attempt.step):
-            self.link.wake("queued", entry.attempt.digest)
-        return handle
+    def settle(self) -> None:
+        """Wait until the save before this is a snapshot, or has failed (see ``report_trouble``)."""
+        if self.late is not None:
+            self.late.join()
+            if self.late.error is not None:
+                self.outbox.add(self.late.work.handle)
+            self.late = None
 
-    def in_memory(self, staged: Staged) -> Handle:
-        """The handle of a snapshot that is not going to storage; nobody keeps it."""
-        return self._handle(staged, "")
+    def prepare(self, nbytes: int) -> None:
+        """Reserve this rank's slots for files of ``nbytes`` before the first save needs them. Raises ShmFull."""
+        self._require_open()
+        self.settle()
+        self.buffers.reserve(nbytes, Deadline(self.options.wait_s))
 
     def fail(self, entry: Entry, error: BaseException) -> None:
         """This rank's part of the attempt will not come: the others need not wait for it."""
@@ -213,10 +169,14 @@ class Checkpointer:
         self.link.say(outcome="failed", reason=reason, errno=int(getattr(error, "errno", 0) or 0))
         self.link.wake("failed", entry.attempt.digest)
 
-    def plan(self, name: str, state: Any, origin: str = "shard") -> Planned:
-        """Lay out one file; everything but the bytes of tensors is captured now. Raises UnsupportedLeaf."""
+    def plan(self, name: str, state: Any, owned: Container[int] = ()) -> Planned:
+        """Lay out one file; everything but the bytes of tensors is captured now. Raises UnsupportedLeaf.
+
+        ``owned``: storages that may be copied later, since whoever changes them calls ``guard`` before.
+        """
         with span("plan", file=name):
-            return Planned(image.plan(state, name, self._caches.setdefault(name, image.PlanCache())), origin)
+            planned = image.plan(state, name, self._caches.setdefault(name, image.PlanCache()))
+            return Planned(planned, late=planned.defer(owned), state=state) if owned else Planned(planned)
 
     def busy_anywhere(self) -> bool:
         """True if some rank would have had to wait for a buffer when this save was entered (``when_busy="skip"``)."""
@@ -227,22 +187,23 @@ class Checkpointer:
         error = CkptError(f"step {entry.attempt.step} was skipped on all ranks: a buffer was busy (when_busy='skip')")
         self.fail(entry, error)
         log.info("%s", error)
-        handle = self._handle(Staged(entry.attempt.step, entry.attempt, skipped=True), entry.commit_dir)
+        handle = self.handle(Staged(entry.attempt.step, entry.attempt, skipped=True), entry.commit_dir)
         handle.fail(error)
         handle.reported = True
         return handle
 
     def report_trouble(self, fresh: Handle | None = None) -> None:
         """Tell of storage saves that failed since the last call: a warning, or their exception (``on_error``)."""
-        self._outbox.report(self.options.on_error, fresh)
+        self.outbox.report(self.options.on_error, fresh)
 
-    def _handle(self, staged: Staged, commit_dir: str) -> Handle:
+    def handle(self, staged: Staged, commit_dir: str) -> Handle:
+        """``commit_dir`` "": of a snapshot that is not going to storage, which nobody keeps."""
         alone = self.options.layout == "node-local"
         ranks = self.place.node_ranks if alone else range(self.group.world)
         node = self.place.node if alone else None
         return Handle(self.link, staged, Destination(self.storage, commit_dir, ranks, node))
 
-    def _header(self, entry: Entry, table: Any) -> Header:
+    def header(self, entry: Entry, table: Iterable[SlotFile]) -> Header:
         return Header(
             attempt=entry.attempt,
             claim=self.claim,
@@ -265,7 +226,8 @@ class Checkpointer:
 
     def wait(self, timeout_s: float | None = None) -> tuple[Published, ...]:
         """Block until every storage save has an outcome. Raises the first failure nobody was told of."""
-        return self._outbox.wait(Deadline(self.options.saver.commit_s + 60.0 if timeout_s is None else timeout_s))
+        self.settle()
+        return self.outbox.wait(Deadline(self.options.saver.commit_s + 60.0 if timeout_s is None else timeout_s))
 
     # -- restore -------------------------------------------------------------------------------------------------
 
@@ -276,6 +238,7 @@ class Checkpointer:
         Raises NotFound for a ``step`` that is nowhere, WorldMismatch, Corrupt if nothing that exists is intact.
         """
         self._require_open()
+        self.settle()
         layout = self.options.layout
 
         def ask() -> Facts:
@@ -307,7 +270,7 @@ class Checkpointer:
         self.claim = self._new_run(attempt)
 
     def _open_source(self, candidate: Candidate) -> Source:
-        source = Source(candidate, self.place, self.buffers.node_slots(), self.storage, self._threads)
+        source = Source(candidate, self.place, self.buffers.node_slots(), self.storage, self.threads)
         folder = candidate.folder_on(self.place.node)
         if folder is not None and self.place.reads_root(self.options.layout):
             source.lease = Reading(self.storage, *os.path.split(folder))
@@ -317,7 +280,7 @@ class Checkpointer:
         held = [header for slot in self.buffers.node_slots() if (header := slot.header()) is not None]
         claim = agree_on_run(self.storage, self.group, self.place, self.root, self.options.layout, held, resumed_from)
         self._seq = 0
-        self._saved = False
+        self.saved = False
         self.link.say(generation=claim.generation, run=claim.run)
         return claim
 
@@ -336,6 +299,7 @@ class Checkpointer:
             return  # a forked child that leaves the block says nothing for its parent
         done = False
         try:
+            self.settle()
             if goodbye:
                 self.wait(timeout_s)
             done = goodbye
@@ -345,6 +309,7 @@ class Checkpointer:
 
     def _let_go(self, *, goodbye: bool) -> None:
         self._closed = True
+        self.guards.close()
         self.buffers.close()
         self.link.close(goodbye=goodbye)
         self.group.close()

@@ -14,6 +14,7 @@ from ckpt_engine.errors import ConfigError
 from ckpt_engine.retention import Retention
 
 LAYOUTS = ("shared", "node-local")
+STAGINGS = ("blocking", "overlap", "auto")
 _KEPT_FOR_SAVER = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _KEPT_PYTHON = ("PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE")
 
@@ -69,6 +70,9 @@ class Options:
     when_busy: str = "wait"
     on_error: str = "warn"
     threads: int = 0
+    staging: str = "blocking"
+    verify_staging: bool = False
+    slot_bytes: int = 0
     retention: Retention = field(default_factory=Retention)
     saver: SaverOptions = field(default_factory=SaverOptions)
 
@@ -80,7 +84,10 @@ class Options:
         one_of("layout", self.layout, LAYOUTS)
         one_of("when_busy", self.when_busy, ("wait", "skip"))
         one_of("on_error", self.on_error, ("warn", "raise"))
+        one_of("staging", self.staging, STAGINGS)
+        one_of("verify_staging", self.verify_staging, (False, True))
         whole("slots", self.slots, 1, 8)
+        whole("slot_bytes", self.slot_bytes, 0, 2**50)
         whole("threads", self.threads, 0, 64)
         if isinstance(self.wait_s, bool) or not isinstance(self.wait_s, int | float) or not self.wait_s >= 0:
             raise ConfigError(f"wait_s must be a number of seconds >= 0, not {self.wait_s!r}")
@@ -90,7 +97,7 @@ class Options:
             raise ConfigError(f"saver must be a SaverOptions, not {self.saver!r}")
 
 
-def one_of(key: str, value: object, known: tuple[str, ...]) -> None:
+def one_of(key: str, value: object, known: tuple[object, ...]) -> None:
     if value not in known:
         raise ConfigError(f"{key} must be one of {', '.join(map(repr, known))}, not {value!r}")
 

@@ -8,6 +8,7 @@ in ranks and saver alike (see ``config.hook_from_environment``).
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ Hook = Callable[[Event], None]
 _hooks: list[Hook] = []
 _warned: set[str] = set()
 _mutex = threading.Lock()
+os.register_at_fork(after_in_child=_mutex._at_fork_reinit)  # type: ignore[attr-defined]  # its holder is not there
 counters: Counter[str] = Counter()
 
 

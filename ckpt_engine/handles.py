@@ -22,7 +22,8 @@ class Staged:
     """A snapshot in memory; it survives the death of this process from now on.
 
     ``wait_s``: seconds until a buffer was released, by ``waited_for`` ("" = none was needed). ``copy_s``: seconds of
-    planning and copying. ``skipped``: True if ``when_busy="skip"`` left this save out on all ranks.
+    planning and copying. ``skipped``: True if ``when_busy="skip"`` left this save out on all ranks. ``late_bytes``:
+    still to be copied at the return (``staging="overlap"``): it is a snapshot when ``wait_staged`` returns, or earlier.
     """
 
     step: int
@@ -32,6 +33,7 @@ class Staged:
     copy_s: float = 0.0
     nbytes: int = 0
     skipped: bool = False
+    late_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,8 @@ class Outbox:
         self._handles: list[Handle] = []
 
     def add(self, handle: Handle) -> None:
-        self._handles.append(handle)
+        if handle not in self._handles:
+            self._handles.append(handle)
 
     def report(self, on_error: str, fresh: Handle | None = None) -> None:
         """Tell of saves that failed since the last call: a warning, or the first one's exception (``on_error``).

@@ -7,7 +7,7 @@ import operator
 import reprlib
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import repeat
 from mmap import MAP_PRIVATE, MAP_SHARED
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from ckpt_engine.errors import RestoreError, UnsupportedLeaf
-from ckpt_engine.pt_pickle import Layout, TwoTypes, survey
+from ckpt_engine.pt_pickle import Layout, Survey, TwoTypes, survey
 from ckpt_engine.pt_zip import Archive
 
 if TYPE_CHECKING:
@@ -30,13 +30,15 @@ class Image:
     are copied changes the snapshot.
     """
 
-    def __init__(self, archive: Archive, layout: Layout, storages: list[UntypedStorage], addresses: list[int]) -> None:
+    def __init__(self, archive: Archive, layout: Layout, found: Survey, addresses: list[int]) -> None:
         self.nbytes = archive.nbytes
         self.records = len(layout.records)
         self._archive = archive
         self._layout = layout
-        self._storages = storages
+        self._found: Survey | None = found
+        self._storages = found.storages
         self._addresses = addresses
+        self._watched: list[tuple[Tensor, int]] = []
 
     def rows(self, base: int) -> array[int]:
         """The table for ``_C.copy`` into a slot where this file starts at ``base``: one row for each record.
@@ -55,7 +57,9 @@ class Image:
 
     def device_records(self) -> list[tuple[int, Tensor, int]]:
         """(record, its bytes as a 1-D uint8 tensor on its device, offset in the file), for all not in host memory."""
-        found = []
+        found: list[tuple[int, Tensor, int]] = []
+        if all(self._layout.on_host):
+            return found
         for number, storage in enumerate(self._storages):
             if not self._layout.on_host[number]:
                 size = (self._layout.records.sizes[number],)
@@ -63,6 +67,31 @@ class Image:
                 view.set_(storage, self._layout.starts[number], size, (1,))
                 found.append((number, view, self._layout.records.offsets[number]))
         return found
+
+    def defer(self, owned: Container[int]) -> list[int]:
+        """The records whose storages (told by their ``_cdata``) are ``owned``; from now on ``changed`` watches them."""
+        late = [number for number, storage in enumerate(self._storages) if storage._cdata in owned]
+        if late and self._found is not None:
+            chosen, tensors = set(late), [hole for hole in self._found.holes if isinstance(hole, Tensor)]
+            owners = zip(tensors, self._found.facts.owners, strict=False)  # those of views come behind
+            self._watched = [
+                (tensor, tensor._version)
+                for tensor, number in owners
+                if number in chosen and not tensor.is_inference()  # these count no versions
+            ]
+        return late
+
+    def changed(self, obj: object) -> str:
+        """The path in ``obj`` of a tensor that was written to since ``defer``, "" if torch knows of none.
+
+        What is written by fused optimizers, through ``.data`` or through numpy is not counted by torch.
+        """
+        for tensor, version in self._watched:
+            if tensor._version != version:
+                return _descend(obj, lambda child, it=tensor: any(it is hole for hole in survey(child).holes))[0]  # type: ignore[misc]
+        if any(map(operator.ne, map(UntypedStorage.data_ptr, self._storages), self._addresses)):
+            return "(a storage that was resized)"
+        return ""
 
     def finish(self, slot: Buffer, base: int, crcs: bytearray | bytes) -> int:
         """Write all small bytes of the file that starts at ``slot[base]`` and return the CRC-32 of the whole file.
@@ -74,8 +103,10 @@ class Image:
 
     def release(self) -> None:
         """Drop the references to the tensors: what ``rows`` gave is void. ``finish`` still works; idempotent."""
+        self._found = None
         self._storages = []
         self._addresses = []
+        self._watched = []
 
 
 class PlanCache:
@@ -145,7 +176,7 @@ def _plan(obj: object, cache: PlanCache | None) -> Image:
     if cache is not None:
         cache._last = layout
     small = [("byteorder", sys.byteorder.encode()), ("version", b"3\n"), ("data.pkl", layout.fill(found.skeleton))]
-    return Image(Archive(layout.records, small), layout, found.storages, addresses)
+    return Image(Archive(layout.records, small), layout, found, addresses)
 
 
 def _find_culprit(obj: object, error: Exception) -> tuple[str, object]:

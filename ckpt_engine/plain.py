@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
+
 from ckpt_engine import image
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Options, SaverOptions
@@ -18,7 +21,7 @@ from ckpt_engine.manifest import FileEntry
 from ckpt_engine.restore import RestoreReport
 from ckpt_engine.retention import Retention
 from ckpt_engine.source import Source
-from ckpt_engine.staging import Planned
+from ckpt_engine.staging import Planned, space
 
 State = Mapping[str, Any]
 """{relative file name: picklable object with tensors}, e.g. {"model.pt": net.state_dict()}."""
@@ -30,7 +33,10 @@ class CheckpointEngine:
     root: the checkpoint directory. keep_last: how many committed checkpoints stay (None: all). slots: staging buffers
     per rank, each as large as the rank's state; 2 keep a complete snapshot in memory at every instant. when_busy:
     "wait" for a buffer, at most wait_s seconds, or "skip" the save on all ranks. on_error: "warn" or "raise" at the
-    next save if an earlier one did not become a checkpoint. layout: "shared" root or "node-local" ones. name, job,
+    next save if an earlier one did not become a checkpoint. staging: "blocking", or "overlap": what the guarded
+    optimizers own is copied during forward and backward (see ``guard``), or "auto": "overlap" where that is worth it.
+    verify_staging: read late tensors twice, to find who changes them. slot_bytes: reserve slots of this size at once
+    (see ``prepare``). layout: "shared" root or "node-local" ones. name, job,
     node_id: parts of the names in shared memory, for containers that see one root under several paths; two live jobs
     never share a root, whatever their names. rank, world_size: only without torch.distributed.
 
@@ -46,6 +52,9 @@ class CheckpointEngine:
         when_busy: str = "wait",
         wait_s: float = 1800.0,
         on_error: str = "warn",
+        staging: str = "blocking",
+        verify_staging: bool = False,
+        slot_bytes: int = 0,
         layout: str = "shared",
         job: str = "",
         name: str = "default",
@@ -63,6 +72,9 @@ class CheckpointEngine:
             wait_s=wait_s,
             when_busy=when_busy,
             on_error=on_error,
+            staging=staging,
+            verify_staging=verify_staging,
+            slot_bytes=slot_bytes,
             retention=Retention(keep_last=keep_last),
             saver=saver or SaverOptions(),
         )
@@ -72,7 +84,8 @@ class CheckpointEngine:
         """Copy ``state`` into shared memory; from the return on it survives the death of this process.
 
         Blocks until one of this rank's buffers is released, then for one memory copy. ``step``: optimizer steps
-        completed. Every rank calls it, one without anything to save with ``{}``. Raises StagingError, SaverError.
+        completed. Every rank calls it, one without anything to save with ``{}``. With ``staging="overlap"`` it is safe
+        when ``wait_staged`` returns, at the latest when the guarded step begins. Raises StagingError, SaverError.
         """
         with self._core.alone():
             return self._save(step, state, tag, storage=False).staged
@@ -92,10 +105,27 @@ class CheckpointEngine:
         except BaseException as error:
             core.fail(entry, error)
             raise
-        staged = core.stage(entry, files)
-        handle = core.queue(entry, staged) if storage else core.in_memory(staged)
+        handle = core.save(entry, files)
         core.report_trouble(handle)
         return handle
+
+    def guard(self, what: Optimizer | Iterable[Tensor]) -> None:
+        """From now on what an optimizer owns may be copied after a save has returned: its next step waits for it.
+
+        ``what`` may be tensors too: whoever changes them calls ``wait_staged`` before. Raises ConfigError.
+        """
+        self._core.guards.add(what)
+
+    def wait_staged(self) -> None:
+        """Block until the last save is a snapshot; if it failed this says so as the next save would (``on_error``)."""
+        self._core.settle()
+        self._core.report_trouble()
+
+    def prepare(self, state: State) -> None:
+        """Reserve the slots for states like this one and touch their memory in the background. Raises ShmFull."""
+        with self._core.alone():
+            files = self._plan(state)
+            self._core.prepare(space(files))
 
     def _plan(self, state: State) -> dict[str, Planned]:
         if not isinstance(state, Mapping):
@@ -113,7 +143,8 @@ class CheckpointEngine:
             warn_once(
                 "file names", f"each key of a state becomes a file: {names} For one file give {{'model.pt': state}}"
             )
-        return {file_name: self._core.plan(file_name, value) for file_name, value in state.items()}
+        owned = self._core.guards.owned()
+        return {file_name: self._core.plan(file_name, value, owned) for file_name, value in state.items()}
 
     def restore(
         self,

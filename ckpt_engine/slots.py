@@ -22,7 +22,7 @@ import contextlib
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,6 +148,7 @@ class Slot:
         self.name = name
         self._mapping = mapping
         self._cached: tuple[int, Header] | None = None
+        self.before_unmap: Callable[[], None] | None = None
 
     @classmethod
     def create(cls, name: SegmentName, capacity: int) -> Slot:
@@ -298,6 +299,8 @@ class Slot:
         return self._mapping.unlinked()
 
     def close(self) -> None:
+        if self.before_unmap is not None:
+            self.before_unmap()
         self._mapping.close()
 
     def _put_record(self, start: int, ref: int, data: bytes) -> None:

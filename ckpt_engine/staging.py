@@ -1,16 +1,26 @@
-"""Fill a slot from images: one batched native copy with CRC, then the small bytes. The trainer's door to csrc."""
+"""Fill a slot from images: native copies with CRC, then the small bytes. The trainer's door to csrc."""
 
 from __future__ import annotations
 
 import array
+import contextlib
+import ctypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ckpt_engine import _C, shm
+from ckpt_engine.device import Lanes, Ticket
+from ckpt_engine.errors import StagingError
 from ckpt_engine.events import span
 from ckpt_engine.slots import DATA_OFFSET, Slot, SlotFile
+
+PIECE = 32 << 20
+"""Bytes of one native call in the background: a guard waits for one at most before all threads help."""
+
+Row = tuple[int, int, int, int]
+"""Number of a record among all of a shard, source address, offset in the slot, bytes."""
 
 
 class Layout(Protocol):
@@ -21,6 +31,8 @@ class Layout(Protocol):
 
     def rows(self, base: int) -> array.array[int]: ...
     def device_records(self) -> Sequence[tuple[int, Any, int]]: ...
+    def defer(self, owned: Container[int]) -> list[int]: ...
+    def changed(self, obj: object) -> str: ...
     def finish(self, slot: Any, base: int, crcs: bytes | bytearray) -> int: ...
     def release(self) -> None: ...
 
@@ -40,6 +52,12 @@ class Blob:
     def device_records(self) -> list[tuple[int, Any, int]]:
         return []
 
+    def defer(self, owned: Container[int]) -> list[int]:
+        return []
+
+    def changed(self, obj: object) -> str:
+        return ""
+
     def finish(self, slot: Any, base: int, crcs: bytes | bytearray) -> int:
         slot[base : base + self.nbytes] = self._data
         return _C.crc32(self._data)
@@ -50,10 +68,15 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One file of a shard, ready to be copied. ``origin``: see ``manifest.FileEntry``."""
+    """One file of a shard, ready to be copied. ``origin``: see ``manifest.FileEntry``.
+
+    ``late``: the records that may be copied while the training goes on, until their guard; ``state`` holds them.
+    """
 
     layout: Layout
     origin: str = "shard"
+    late: Sequence[int] = ()
+    state: Any = None
 
 
 def space(files: Mapping[str, Planned]) -> int:
@@ -61,29 +84,142 @@ def space(files: Mapping[str, Planned]) -> int:
     return sum(_pages(file.layout.nbytes) for file in files.values())
 
 
-def fill(slot: Slot, files: Mapping[str, Planned], *, threads: int) -> tuple[SlotFile, ...]:
+def fill(slot: Slot, files: Mapping[str, Planned], *, threads: int, lanes: Lanes | None = None) -> tuple[SlotFile, ...]:
     """Copy all files into ``slot`` and return its table. REQUIRES: FILLING by us, ``space(files)`` ≤ capacity.
 
     The tensors are read now: whatever happens to them after the return does not change the slot.
     After a crash: the slot is FILLING, the saver frees it.
     """
-    bases = _bases(files)
-    with span("fill", bytes=sum(file.layout.nbytes for file in files.values()), files=len(files)) as facts:
-        begin = time.perf_counter()
-        table = array.array("Q")
+    filling = Fill(slot, files, lanes or Lanes())
+    filling.copy(threads=threads)
+    filling.copy_late(lambda: threads)
+    filling.await_late(threads)
+    return filling.finish()
+
+
+class Fill:
+    """One slot on its way to its table: ``copy`` what cannot wait; ``copy_late``, ``await_late`` the rest; ``finish``.
+
+    The last three may run in another thread than the first. ``least``: fewer late bytes than this are copied at once.
+    ``verify``: the late ones on the host are read now, and their CRC compared with that of their copy.
+    """
+
+    def __init__(
+        self, slot: Slot, files: Mapping[str, Planned], lanes: Lanes, *, least: int = 1, verify: bool = False
+    ) -> None:
+        self._slot = slot
+        self._files = files
+        self._bases = _bases(files)
+        self._rows = array.array("Q")
+        self._first: dict[str, int] = {}  # number of the first record of each file
+        devices = []
         for name, file in files.items():
-            table.extend(file.layout.rows(bases[name]))
-        crcs = bytearray(_C.copy(slot.memory, table, threads=threads))
-        done, row = [], 0
-        for name, file in files.items():
-            mine = crcs[4 * row : 4 * (row + file.layout.records)]
-            _copy_from_device(slot, file.layout, bases[name], mine)
-            crc = file.layout.finish(slot.memory, bases[name], mine)
-            _zero_padding(slot, bases[name], file.layout.nbytes)
-            done.append(SlotFile(name, bases[name] - DATA_OFFSET, file.layout.nbytes, crc, file.origin))
-            row += file.layout.records
-        facts["copy_s"] = round(time.perf_counter() - begin, 6)
-    return tuple(done)
+            self._first[name] = first = len(self._rows) // 3
+            self._rows.extend(file.layout.rows(self._bases[name]))
+            devices += [(first + n, self._bases[name] + at, source) for n, source, at in file.layout.device_records()]
+        self._crcs = array.array("I", bytes(len(self._rows) // 3 * 4))
+        self._late = [self._first[name] + record for name, file in files.items() for record in file.late]
+        self.late_bytes = sum(self._rows[3 * row + 2] for row in self._late)
+        self.late_bytes += sum(copy[2].numel() for copy in devices if copy[0] in set(self._late))
+        if self.late_bytes < least:
+            self._late, self.late_bytes = [], 0
+        late = set(self._late)
+        self._now = lanes.ticket(slot, [copy for copy in devices if copy[0] not in late])
+        self._later = lanes.ticket(slot, [copy for copy in devices if copy[0] in late])
+        self._planned = {row: _crc_of_memory(self._rows[3 * row], self._rows[3 * row + 2]) for row in late if verify}
+
+    def copy(self, *, threads: int) -> None:
+        """Copy all that is not late."""
+        rows = self._rows[:]
+        for row in self._late:
+            rows[3 * row + 2] = 0
+        with span("fill", bytes=space(self._files), files=len(self._files), late=self.late_bytes) as facts:
+            begin = time.perf_counter()
+            self._crcs = array.array("I", _C.copy(self._slot.memory, rows, threads=threads))
+            self._now.issue()
+            self._sum(self._now, threads)
+            facts["copy_s"] = round(time.perf_counter() - begin, 6)
+
+    def copy_late(self, threads: Callable[[], int]) -> None:
+        """Copy what is late with ``threads()`` threads, piece by piece; what is on a device is on its way then.
+
+        Raises StagingError, with the name of the tensor, if one was written to meanwhile and that can be seen.
+        """
+        self._later.issue()
+        for piece in _pieces(self._late_rows(), PIECE):
+            table = array.array("Q", [value for row in piece for value in row[1:]])
+            crcs = array.array("I", _C.copy(self._slot.memory, table, threads=threads()))
+            for (row, _, _, nbytes), crc in zip(piece, crcs, strict=True):
+                pair = array.array("I", [self._crcs[row], crc])  # 0 before its first piece, as of no bytes
+                self._crcs[row] = _C.crc32_combine(pair, array.array("Q", [0, nbytes]))
+        self._refuse_changes()
+
+    def hold(self) -> None:
+        """Let what a device does from now on wait for its copies. REQUIRES: ``copy_late`` has returned."""
+        self._later.hold()
+
+    def await_late(self, threads: int) -> None:
+        """Wait for the devices. The sources are not needed any more then."""
+        self._sum(self._later, threads)
+
+    def abandon(self) -> None:
+        """Nothing is written into the slot any more."""
+        for ticket in (self._now, self._later):
+            with contextlib.suppress(RuntimeError):  # of the device; perhaps what is being told of already
+                ticket.synchronize()
+
+    def finish(self) -> tuple[SlotFile, ...]:
+        """Write the small bytes of each file."""
+        done = []
+        for name, file in self._files.items():
+            first, base = self._first[name], self._bases[name]
+            mine = self._crcs[first : first + file.layout.records].tobytes()
+            crc = file.layout.finish(self._slot.memory, base, mine)
+            _zero_padding(self._slot, base, file.layout.nbytes)
+            done.append(SlotFile(name, base - DATA_OFFSET, file.layout.nbytes, crc, file.origin))
+        return tuple(done)
+
+    def _sum(self, ticket: Ticket, threads: int) -> None:
+        for row, offset, nbytes in ticket.wait():
+            self._crcs[row] = _C.crc32(self._slot.memory, offset=offset, nbytes=nbytes, threads=threads)
+
+    def _late_rows(self) -> Iterator[Row]:
+        for row in self._late:
+            address, offset, nbytes = self._rows[3 * row : 3 * row + 3]
+            yield row, address, offset, nbytes
+
+    def _refuse_changes(self) -> None:
+        """Raises StagingError if the copy is not what was planned, as far as that can be told."""
+        for name, file in self._files.items():
+            where = file.layout.changed(file.state) if file.late else ""
+            rows = [self._first[name] + record for record in file.late if self._planned]
+            unlike = [row - self._first[name] for row in rows if self._planned[row] != self._crcs[row]]
+            if where or unlike:
+                raise StagingError(
+                    f"{name}: {where or f'tensor record {unlike[0]}'} was written to while it was copied, so this "
+                    "snapshot is given up. Nothing but a guarded optimizer may change what is saved before "
+                    "wait_staged(); or use staging='blocking'"
+                )
+
+
+def _pieces(rows: Iterable[Row], most: int) -> Iterator[list[Row]]:
+    """``rows`` in groups of ``most`` bytes; long ones are cut."""
+    piece: list[Row] = []
+    room = most
+    for row, address, offset, left in rows:
+        while left:
+            take = min(left, room)
+            piece.append((row, address, offset, take))
+            address, offset, left, room = address + take, offset + take, left - take, room - take
+            if not room:
+                yield piece
+                piece, room = [], most
+    if piece:
+        yield piece
+
+
+def _crc_of_memory(address: int, nbytes: int) -> int:
+    return _C.crc32((ctypes.c_char * nbytes).from_address(address)) if nbytes else 0
 
 
 def _pages(nbytes: int) -> int:
@@ -96,20 +232,6 @@ def _bases(files: Mapping[str, Planned]) -> dict[str, int]:
         bases[name] = base
         base += _pages(file.layout.nbytes)
     return bases
-
-
-def _copy_from_device(slot: Slot, layout: Layout, base: int, crcs: bytearray) -> None:
-    """Records that are not in host memory: copied by torch, then summed in a second pass over the slot."""
-    records = layout.device_records()
-    if not records:
-        return
-    import torch
-
-    for index, source, offset in records:
-        start, size = base + offset, source.numel()
-        torch.frombuffer(slot.memory, dtype=torch.uint8, offset=start, count=size).copy_(source)
-        crc = _C.crc32(slot.memory, offset=start, nbytes=size)
-        crcs[4 * index : 4 * index + 4] = crc.to_bytes(4, "little")
 
 
 def _zero_padding(slot: Slot, base: int, nbytes: int) -> None:

@@ -29,6 +29,11 @@ BAD: list[tuple[str, Any]] = [
     ("wait_s", True),
     ("when_busy", "drop"),
     ("on_error", "ignore"),
+    ("staging", "fast"),
+    ("staging", True),
+    ("verify_staging", "yes"),
+    ("slot_bytes", -1),
+    ("slot_bytes", 1.5),
     ("threads", -1),
     ("threads", 65),
     ("retention", 3),
@@ -63,6 +68,7 @@ def test_options_survive_the_way_to_the_saver() -> None:
 
 def test_the_defaults_are_the_documented_ones() -> None:
     assert (Options().slots, Options().wait_s, Options().when_busy, Options().on_error) == (2, 1800, "wait", "warn")
+    assert (Options().staging, Options().verify_staging, Options().slot_bytes) == ("blocking", False, 0)
     saver = SaverOptions()
     assert (saver.start_s, saver.stall_s, saver.grace_s, saver.linger_s) == (30, 120, 30, 3600)
     assert (saver.commit_s, saver.sweep_after_s) == (600, 3600)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 
 import pytest
 
@@ -53,3 +55,13 @@ def test_a_warning_comes_once_for_each_key(caplog: pytest.LogCaptureFixture) -> 
         warn_once(key, f"about {key}")
     assert [record.message for record in caplog.records] == ["about test-k1", "about test-k2"]
     assert events.log.name == "ckpt_engine"
+
+
+def test_a_child_forked_while_another_thread_counts_an_event_is_not_stuck() -> None:
+    with events._mutex:
+        child = os.fork()
+        if not child:
+            signal.alarm(10)
+            events.warn_once("in the child", "it can speak")
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -233,7 +233,7 @@ def test_a_mapping_that_is_still_exported_survives_its_close(slot: Slot) -> None
 
 
 def test_a_fill_that_is_taken_away_is_an_error_of_that_rank(slot: Slot) -> None:
-    from ckpt_engine.buffers import seal
+    from ckpt_engine.saving import seal
 
     to(slot, State.FILLING)
     assert slot.change("saver", slot.word(), State.FREE)

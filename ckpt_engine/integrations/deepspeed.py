@@ -1,9 +1,9 @@
 """DeepSpeed's verbs said in ours; the only file that imports deepspeed (what it sees of us: ``deepspeed_shim``).
 
 ``attach`` replaces ``engine.checkpoint_engine`` and wraps the bound ``save_checkpoint``, ``load_checkpoint``,
-``_copy_recovery_script`` and ``destroy``; nothing of torch is patched, and ``close`` puts everything back. While
-DeepSpeed's ``save_checkpoint`` runs, its ``checkpoint_engine.save`` only plans; the copy follows when DeepSpeed has
-passed its last barrier, so a rank that waits for a buffer, or fails, keeps nobody else. Facts about the seams, from
+``_copy_recovery_script``, ``_take_model_step`` and ``destroy``; nothing of torch is patched, and ``close`` puts
+everything back. While DeepSpeed's ``save_checkpoint`` runs, its ``checkpoint_engine.save`` only plans; the copy follows
+when DeepSpeed has passed its last barrier, so a rank that waits for a buffer, or fails, keeps nobody else. Facts, from
 deepspeed/runtime/engine.py: ``save`` is called 0..N times a rank, positionally and by keyword; ``load`` finds names
 by globbing; ``is_decoupled() = True`` would hand ``latest`` to a protocol that loses it.
 """
@@ -15,23 +15,33 @@ import inspect
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ckpt_engine import listing
-from ckpt_engine.checkpointer import Checkpointer, Entry
+from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Options, SaverOptions
 from ckpt_engine.errors import CkptError, ConfigError, RestoreError, WorldMismatch
 from ckpt_engine.events import log, warn_once
 from ckpt_engine.group import together
 from ckpt_engine.handles import Handle, Published, Staged
-from ckpt_engine.integrations.deepspeed_shim import Loading, Shim, Transaction, placeholders, tag_in
+from ckpt_engine.integrations.deepspeed_shim import (
+    Loading,
+    Shim,
+    Transaction,
+    owned_by,
+    placeholders,
+    refuse_unsupported,
+    tag_in,
+    wrapped,
+)
 from ckpt_engine.manifest import Committed, FileEntry
 from ckpt_engine.restore import RestoreReport
 from ckpt_engine.retention import Retention
+from ckpt_engine.saving import Entry
 from ckpt_engine.source import Candidate, Source
 
 try:
@@ -49,6 +59,9 @@ def attach(
     when_busy: str = "wait",
     wait_s: float = 1800.0,
     on_error: str = "warn",
+    staging: str = "blocking",
+    verify_staging: bool = False,
+    slot_bytes: int = 0,
     layout: str = "",
     job: str = "",
     name: str = "default",
@@ -57,11 +70,12 @@ def attach(
 ) -> DeepSpeedCheckpointer:
     """Make ``engine`` (from ``deepspeed.initialize``) checkpoint asynchronously into ``root``. Collective.
 
-    Options as for ``CheckpointEngine``; ``layout`` "" follows DeepSpeed's ``use_node_local_storage``. From now on
+    Options as for ``CheckpointEngine``; ``layout`` "" follows DeepSpeed's ``use_node_local_storage``; with ``staging``
+    "overlap" the engine's own step is the guard (with gradient accumulation that of the boundary). From now on
     ``engine.save_checkpoint(root, …)`` of any caller returns when the state is copied. Raises ConfigError for an
     engine that cannot be checkpointed this way, with the reason.
     """
-    _refuse_unsupported(engine)
+    refuse_unsupported(engine)
     if not layout:
         layout = "node-local" if engine.use_node_local_storage() else "shared"
     options = Options(
@@ -73,6 +87,9 @@ def attach(
         wait_s=wait_s,
         when_busy=when_busy,
         on_error=on_error,
+        staging=staging,
+        verify_staging=verify_staging,
+        slot_bytes=slot_bytes,
         retention=Retention(keep_last=keep_last),
         saver=saver or SaverOptions(),
     )
@@ -88,7 +105,7 @@ class DeepSpeedCheckpointer:
         self._shim = Shim(engine.checkpoint_engine)
         self._originals = {
             name: getattr(engine, name)
-            for name in ("save_checkpoint", "load_checkpoint", "_copy_recovery_script", "destroy")
+            for name in ("save_checkpoint", "load_checkpoint", "_copy_recovery_script", "_take_model_step", "destroy")
         }
         self._before = {name: engine.__dict__[name] for name in self._originals if name in engine.__dict__}
         engine.checkpoint_engine = self._shim
@@ -96,9 +113,10 @@ class DeepSpeedCheckpointer:
             ("save_checkpoint", self._save_checkpoint),
             ("load_checkpoint", self._load_checkpoint),
             ("_copy_recovery_script", self._copy_recovery_script),
+            ("_take_model_step", self._take_model_step),
             ("destroy", self._destroy),
         ):
-            setattr(engine, name, _wrapped(self._originals[name], wrapper))
+            setattr(engine, name, wrapped(self._originals[name], wrapper))
 
     # -- save ----------------------------------------------------------------------------------------------------
 
@@ -143,7 +161,9 @@ class DeepSpeedCheckpointer:
             if entry is None:
                 raise problem or ConfigError("not entered")
             return core.skipped_handle(entry)
-        saving = Transaction(core, os.path.join(parent, tag), storage=storage)
+        saving = Transaction(
+            core, os.path.join(parent, tag), storage=storage, owned=owned_by(self.engine, core.options.staging)
+        )
         saving.error = problem
         self._shim.saving = saving
         try:
@@ -163,10 +183,19 @@ class DeepSpeedCheckpointer:
         if self.engine.global_steps != entry.attempt.step:
             done = f"the engine has done {self.engine.global_steps} optimizer steps"
             warn_once(f"step {core.root}", f"save of step {entry.attempt.step}, but {done}")
-        staged = core.stage(entry, saving.files)
-        handle = core.queue(entry, staged) if storage else core.in_memory(staged)
+        handle = core.save(entry, saving.files)
         core.report_trouble()
         return handle
+
+    def wait_staged(self) -> None:
+        """Block until the last save is a snapshot; if it failed this says so as the next save would (``on_error``)."""
+        self._core.settle()
+        self._core.report_trouble()
+
+    def _take_model_step(self, *arguments: Any, **options: Any) -> Any:
+        """Where DeepSpeed changes parameters and optimizer: not before their copy is made."""
+        self._core.guard()
+        return self._originals["_take_model_step"](*arguments, **options)
 
     def _save_checkpoint(
         self,
@@ -369,31 +398,3 @@ class DeepSpeedCheckpointer:
     ) -> None:
         self._detach()
         self._core.close(goodbye=kind is None)
-
-
-def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """``wrapper`` with the name and signature of ``original``: frameworks inspect it."""
-
-    @functools.wraps(original)
-    def call(*arguments: Any, **options: Any) -> Any:
-        return wrapper(*arguments, **options)
-
-    return call
-
-
-def _refuse_unsupported(engine: Any) -> None:
-    """Raise ConfigError, with the reason, for engines whose state cannot be captured inside ``save_checkpoint``."""
-    if not hasattr(engine, "checkpoint_engine"):
-        raise ConfigError(f"attach() needs the engine that deepspeed.initialize returns, not a {type(engine).__name__}")
-    if engine.checkpoint_engine is None:
-        raise ConfigError("this engine has no checkpoint_engine (ZeRO-3 inference): there is nothing to checkpoint")
-    if isinstance(engine.checkpoint_engine, Shim):
-        raise ConfigError("this engine is attached already: close() the first attachment before a second attach()")
-    if getattr(engine.optimizer, "swap_optimizer", False):
-        raise ConfigError(
-            "optimizer offload to NVMe: DeepSpeed copies those files itself, outside of its checkpoint engine"
-        )
-    if getattr(engine, "zenflow", False):
-        raise ConfigError("ZenFlow updates the optimizer asynchronously: its state cannot be captured at a step")
-    if callable(getattr(engine, "super_offload", None)) and engine.super_offload():
-        raise ConfigError("SuperOffload steps asynchronously: its state cannot be captured at a step")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
 from ckpt_engine import image
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import ConfigError, RestoreError
-from ckpt_engine.events import log
+from ckpt_engine.events import log, warn_once
+from ckpt_engine.overlap import Everything, storages, tensors_of
 from ckpt_engine.plain import read_with
 from ckpt_engine.source import Source
 from ckpt_engine.staging import Blob, Planned
@@ -23,12 +25,13 @@ _TOOLS = ("zero_to_fp32.py", "zero_to_torch.py")
 class Transaction:
     """What one rank captures while DeepSpeed's save runs: its files, or the error that kept it from it."""
 
-    def __init__(self, core: Checkpointer, folder: str, *, storage: bool) -> None:
+    def __init__(self, core: Checkpointer, folder: str, *, storage: bool, owned: Container[int] = ()) -> None:
         self.files: dict[str, Planned] = {}
         self.storage = storage
         self.error: Exception | None = None
         self._core = core
         self._folder = os.path.realpath(folder)
+        self._owned = owned
 
     def capture(self, state: Any, path: str) -> None:
         """Plan one file. Never raises: this rank goes on to DeepSpeed's last barrier, and raises ``error`` then."""
@@ -38,7 +41,8 @@ class Transaction:
             name = name_below(self._folder, path)
             if name.startswith("..") or name in self.files:
                 raise ConfigError(f"DeepSpeed saves {path}: twice, or outside of {self._folder}")
-            self.files[name] = self._core.plan(name, state)
+            whole = bool(self._owned) and name.endswith("optim_states.pt")  # nothing but what the optimizer owns
+            self.files[name] = self._core.plan(name, state, Everything() if whole else self._owned)
         except Exception as error:  # MemoryError, too
             self.error = error
 
@@ -149,3 +153,42 @@ def placeholders(source: Source, folder: str, *, filled: bool) -> Iterator[None]
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def owned_by(engine: Any, staging: str) -> frozenset[int]:
+    """Storages that change in the engine's step and nowhere else; empty: all is copied at once."""
+    if staging == "blocking" or engine.optimizer is None:
+        return frozenset()
+    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    if any("Muon" in kind.__name__ for kind in type(base).__mro__):
+        warn_once("muon", f"{type(base).__name__} moves its momentum in backward: saves block")
+        return frozenset()
+    return storages([*engine.module.parameters(), *tensors_of(base)])
+
+
+def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """``wrapper`` with the name and signature of ``original``: frameworks inspect it."""
+
+    @functools.wraps(original)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return wrapper(*arguments, **options)
+
+    return call
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Raise ConfigError, with the reason, for engines whose state cannot be captured inside ``save_checkpoint``."""
+    if not hasattr(engine, "checkpoint_engine"):
+        raise ConfigError(f"attach() needs the engine that deepspeed.initialize returns, not a {type(engine).__name__}")
+    if engine.checkpoint_engine is None:
+        raise ConfigError("this engine has no checkpoint_engine (ZeRO-3 inference): there is nothing to checkpoint")
+    if isinstance(engine.checkpoint_engine, Shim):
+        raise ConfigError("this engine is attached already: close() the first attachment before a second attach()")
+    if getattr(engine.optimizer, "swap_optimizer", False):
+        raise ConfigError(
+            "optimizer offload to NVMe: DeepSpeed copies those files itself, outside of its checkpoint engine"
+        )
+    if getattr(engine, "zenflow", False):
+        raise ConfigError("ZenFlow updates the optimizer asynchronously: its state cannot be captured at a step")
+    if callable(getattr(engine, "super_offload", None)) and engine.super_offload():
+        raise ConfigError("SuperOffload steps asynchronously: its state cannot be captured at a step")

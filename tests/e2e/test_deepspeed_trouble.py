@@ -56,11 +56,11 @@ def scene_out_of_memory(rank: Member) -> dict[str, Any]:
     """Rank 1 has no memory left to plan its second file."""
     plan, planned = rank.ckpt._core.plan, []
 
-    def fails(name: str, state: Any) -> Any:
+    def fails(name: str, state: Any, *owned: Any) -> Any:
         planned.append(name)
         if rank.me.rank == 1 and len(planned) == 2:
             raise MemoryError("no memory for a plan")
-        return plan(name, state)
+        return plan(name, state, *owned)
 
     rank.ckpt._core.plan = fails
     try:

@@ -1,0 +1,194 @@
+"""Copying while the training goes on: who guards which tensors, and the thread that copies them.
+
+Parameters and the state of an optimizer change in its step and nowhere else, so they may be copied during forward and
+backward if the step waits for the copy. Everything else (buffers, averages, random numbers) is copied at once. Torch
+does not tell of every change (see ``Image.changed``): it is the guard that makes this safe.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ckpt_engine.errors import ConfigError
+from ckpt_engine.events import log, warn_once
+from ckpt_engine.waits import SLICE_S
+
+if TYPE_CHECKING:
+    from ckpt_engine.handles import Handle
+
+AUTO_BYTES = 16 << 20
+"""``staging="auto"`` copies less than this at once. Measured: call and guard cost as much as 16 MiB on two cores."""
+
+
+class Work(Protocol):
+    """What is left of a save when its call returns; see ``saving.Saving``."""
+
+    @property
+    def handle(self) -> Handle: ...
+
+    def copy(self, threads: Callable[[], int]) -> None:
+        """Read the sources; they may change after it, behind ``hold`` on a device."""
+
+    def hold(self) -> None: ...
+    def seal(self) -> None:
+        """All the rest."""
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+class Late:
+    """The rest of one save, done in a thread of its own."""
+
+    def __init__(self, work: Work, threads: int) -> None:
+        self.work = work
+        self.error: Exception | None = None
+        self._most = threads
+        self._threads = max(1, threads // 2)  # forward and backward keep the other half of the cores
+        self._once = threading.Lock()
+        self._free = threading.Event()
+        self._sealed = threading.Event()
+        self._pid = os.getpid()
+
+    def start(self) -> None:
+        try:
+            threading.Thread(target=self._run, name="ckpt-engine-copy").start()
+        except RuntimeError:  # no thread to be had
+            self._run()
+
+    def guard(self) -> None:
+        """Wait until the sources may change, with all threads on the copy. A forked child has sources of its own."""
+        if self._wait(self._free) and self.error is None:
+            self.work.hold()
+
+    def join(self) -> None:
+        """Wait until it is sealed, or has failed."""
+        self._wait(self._sealed)
+
+    def _wait(self, event: threading.Event) -> bool:
+        if os.getpid() != self._pid:
+            return False
+        self._threads = self._most
+        while not event.wait(SLICE_S):  # a native copy ends by itself
+            self._run()  # a signal handler that raised kept ``start`` from it
+        return True
+
+    def _run(self) -> None:
+        if not self._once.acquire(blocking=False):
+            return
+        try:
+            self.work.copy(lambda: self._threads)
+            self._free.set()
+            self.work.seal()
+        except Exception as error:  # told by the handle, or at the next save
+            self.error = error
+            self._give_up(error)
+        finally:
+            self._free.set()
+            self._sealed.set()
+
+    def _give_up(self, error: Exception) -> None:
+        try:
+            self.work.fail(error)
+        except Exception as more:  # nobody is above this: the engine was closed by a signal handler, for one
+            log.warning("a save failed (%s), and could not say so: %s", error, more)
+
+
+class Guards:
+    """What waits for ``wait`` before it changes a tensor, and which tensors that are."""
+
+    def __init__(self, staging: str, wait: Callable[[], None]) -> None:
+        self._staging = staging
+        self._wait = wait
+        self._optimizers: dict[int, Any] = {}
+        self._promised: list[Tensor] = []
+        self._hooks: list[Any] = []
+
+    def add(self, what: Any) -> None:
+        """Guard an optimizer, or believe that whoever changes these tensors waits before. Raises ConfigError."""
+        if isinstance(what, torch.optim.Optimizer):
+            if not getattr(type(what).step, "hooked", False):
+                raise ConfigError(
+                    f"{type(what).__name__} was not set up by torch.optim.Optimizer: its step has no hooks"
+                )
+            if id(what) not in self._optimizers:
+                self._optimizers[id(what)] = what
+                self._hooks.append(what.register_step_pre_hook(self._before_step))
+            return
+        tensors = [what] if isinstance(what, Tensor) else list(what) if isinstance(what, Iterable) else [what]
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            raise ConfigError(f"guard() takes a torch.optim.Optimizer or tensors, not {type(what).__name__}")
+        self._promised += tensors
+
+    def owned(self) -> frozenset[int]:
+        """The storages (their ``_cdata``) that may be copied late; empty, for a reason that is logged: none."""
+        if self._staging == "blocking":
+            return frozenset()
+        if not self._optimizers and not self._promised:
+            warn_once(f"guard {id(self)}", "nothing is guarded: saves block. See guard(optimizer)")
+            return frozenset()
+        owners = self._optimizers.values()
+        backward = [p for one in owners for group in one.param_groups for p in group["params"] if in_backward(p)]
+        if backward:
+            shape = tuple(backward[0].shape)
+            warn_once(
+                f"backward {id(self)}",
+                f"a parameter of shape {shape} has hooks that may update it in backward: saves block",
+            )
+            return frozenset()
+        return storages([*self._promised, *(tensor for one in owners for tensor in tensors_of(one))])
+
+    @property
+    def least_bytes(self) -> int:
+        """Fewer than this are copied at once."""
+        return AUTO_BYTES if self._staging == "auto" else 1
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._optimizers.clear()
+        self._promised.clear()
+
+    def _before_step(self, *_: object) -> None:
+        self._wait()
+
+
+class Everything:
+    """Every storage: of a file that holds nothing but the state of an optimizer."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+def tensors_of(optimizer: Any) -> Iterator[Tensor]:
+    """The parameters and the state of an optimizer, of torch or one that wraps it."""
+    for group in getattr(optimizer, "param_groups", ()):
+        yield from (value for value in group["params"] if isinstance(value, Tensor))
+    for state in dict(getattr(optimizer, "state", None) or {}).values():
+        for value in state.values() if isinstance(state, dict) else ():
+            yield from (
+                one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, Tensor)
+            )
+
+
+def in_backward(tensor: Tensor) -> bool:
+    """True if an optimizer may run inside of backward, where no step waits."""
+    hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(hooks) or hasattr(tensor, "_in_backward_optimizers")
+
+
+def storages(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """The storages of strided tensors."""
+    found = set()
+    for tensor in tensors:
+        try:
+            found.add(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError) as error:  # sparse, meta, a wrapper without storage
+            log.debug("copied at once: %s", error)
+    return frozenset(found)
