@@ -45,6 +45,7 @@ class Link:
         self._root = root
         self.options = options
         self._own = locks.lock_file(names.rank_lock(local_rank))
+        self._locked = False  # by this link: the lock file is one for all links of this process
         self._mutex = threading.RLock()  # guards the fields below; nobody waits for a message while holding it
         self._ear = threading.Lock()  # held by the thread that listens
         self._child: _Child | None = None
@@ -102,6 +103,7 @@ class Link:
                     f"another live job (pid {pid}) is local rank {self.local_rank} on {self._root}: end it, or give "
                     "this one another root"
                 )
+            self._locked = True
             self._spawn_if_free(deadline)
         finally:
             spawn.unlock()
@@ -232,8 +234,9 @@ class Link:
                 if page is not None:
                     page.close()
             self._page = self._saver_page = None
-        if self._own.held:
+        if self._locked and self._own.held:
             self._own.unlock()
+        self._locked = False
         self.wake("goodbye")
         for box in (self._events, self._notify):
             if box is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,8 +64,12 @@ def test_a_state_that_is_no_mapping_is_refused(engine: CheckpointEngine) -> None
 
 
 def test_two_engines_of_one_name_in_one_process_are_refused(engine: CheckpointEngine, tmp_path: Path) -> None:
+    engine.save_to_memory(1, {"a.pt": {}})
     with pytest.raises(ConfigError, match="already"):
         CheckpointEngine(tmp_path / "root", node_id=str(tmp_path))
+    look = f"from ckpt_engine import cli; cli.main(['gc', '--root', {str(tmp_path / 'root')!r}])"
+    told = subprocess.run([sys.executable, "-c", look], check=True, capture_output=True, text=True).stdout
+    assert told.startswith("live  /dev/shm/ckpt-"), "the refused engine took the life of the first one"
     with CheckpointEngine(
         tmp_path / "root", node_id=str(tmp_path), name="other", saver=SaverOptions(linger_s=0.0)
     ) as other:
