@@ -53,11 +53,15 @@ def until(condition: Callable[[], Any], within_s: float, what: str = "") -> Any:
 
 
 def alive(pid: int) -> bool:
-    """True for a process that still runs; a zombie does not."""
+    """True for a process that still runs; a zombie does not, once the last of its threads has let go of its locks."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return not leader_died(pid) or len(os.listdir(f"/proc/{pid}/task")) > 1
     except OSError:
         return False
+
+
+def leader_died(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:

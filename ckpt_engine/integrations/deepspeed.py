@@ -50,6 +50,9 @@ except ImportError as error:
     raise ConfigError("attach() needs DeepSpeed: pip install 'ckpt-engine[deepspeed]'") from error
 
 
+ClientState = dict[str, Any] | None
+
+
 def attach(
     engine: Any,
     root: str | os.PathLike[str],
@@ -137,15 +140,12 @@ class DeepSpeedCheckpointer:
         """
         return self._save(step, "", tag, client_state, storage=True)
 
-    def _save(
-        self,
-        step: int,
-        save_dir: str,
-        tag: str | None,
-        client_state: dict[str, Any] | None,
-        *,
-        storage: bool,
-        frozen: bool = False,
+    def _save(self, *arguments: Any, **options: Any) -> Handle:
+        with self._core.alone():
+            return self._save_alone(*arguments, **options)
+
+    def _save_alone(
+        self, step: int, save_dir: str, tag: str | None, state: ClientState, *, storage: bool, frozen: bool = False
     ) -> Handle:
         """One save, from the first collective of DeepSpeed to the seal (and the queue)."""
         core = self._core
@@ -168,7 +168,7 @@ class DeepSpeedCheckpointer:
         self._shim.saving = saving
         try:
             self._originals["save_checkpoint"](
-                parent, tag, client_state or {}, save_latest=False, exclude_frozen_parameters=frozen
+                parent, tag, state or {}, save_latest=False, exclude_frozen_parameters=frozen
             )
             if saving.error is not None:
                 raise saving.error

@@ -83,6 +83,33 @@ def test_an_error_that_is_none_of_ours_on_one_rank_leaves_nobody_in_a_barrier(la
     team.leave()
 
 
+def scene_save_inside_a_save(rank: Member) -> dict[str, Any]:
+    """What a signal handler may do, at a certain place: while DeepSpeed's own save runs."""
+    told: list[str] = []
+
+    class Again:
+        def __reduce__(self) -> Any:
+            try:
+                rank.ckpt.save_to_memory(9)
+            except ConfigError as error:
+                told.append(str(error))
+            return (int, ())
+
+    return rank.save(2, storage=True, client={"again": Again()}) | {"told": told}
+
+
+def test_a_save_inside_a_save_is_refused_and_harms_nothing(lab: Lab) -> None:
+    team = Team(lab).start()
+    team.ok("train", first=0, last=2)
+    answers = team.run(scene_save_inside_a_save)
+    assert [answer["step"] for answer in answers] == [2, 2]
+    assert "under way" in answers[0]["told"][0]
+    team.ok("result", step=2)
+    team.commit(3)
+    assert committed(lab.root) == {"global_step2": 2, "global_step3": 3}
+    team.leave()
+
+
 def test_a_step_that_is_no_number_on_one_rank_fails_there_and_the_others_go_on(lab: Lab) -> None:
     team = Team(lab).start(stage=1, options={"when_busy": "skip"})
     team.ok("train", first=0, last=2)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from faults.fuse_disk import TIRED, Disk, refused, settled, until_savers_left, why_no_fuse
-from harness import Lab, alive, until
+from harness import Lab, leader_died, until
 from team import Team, committed, slots, until_committed, whole
 
 from ckpt_engine.states import State
@@ -224,7 +224,7 @@ def test_a_saver_killed_in_a_call_that_never_returns_is_replaced_when_the_disk_i
     saver = lab.saver(lab.names(node_id="a"))
     until(lambda: stuck_in(lab), 10)
     os.kill(saver, signal.SIGKILL)
-    until(lambda: not alive(saver), 10)  # as far as it can be: a thread in such a call cannot die
+    until(lambda: leader_died(saver), 10)  # as far as it can be: a thread in such a call cannot die
     team.save(3)
     for answer in team.all("wait", timeout_s=0.5):
         assert answer["error"] == "CommitTimeout" and disk.hits()[0]["path"] in answer["text"], answer
