@@ -1,6 +1,6 @@
 """Ranks and a saver over real segments and queues, step by step in any order: the invariants hold after every step.
 
-The rules for slots are production's (``states``, ``slots``, ``Buffers._claimed``, ``buffers.seal``, ``messages``); what
+The rules for slots are production's (``states``, ``slots``, ``Buffers._claimed``, ``saving.seal``, ``messages``); what
 is made up here is who takes the next step, and that looking and acting upon it are two steps. Every process maps the
 segments for itself. The saver reads a slot in two halves, so that a rank that wrote in between would be found out by
 the sums. Messages are lost, repeated, spoiled and late; at the end of each run nobody hears any, and all that was
@@ -24,11 +24,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ckpt_engine import _C, messages, shm
-from ckpt_engine.buffers import Buffers, seal
+from ckpt_engine.buffers import Buffers
 from ckpt_engine.control import RankPage
 from ckpt_engine.manifest import Attempt, Failure, RunClaim
 from ckpt_engine.messages import Ended, Mailbox, Released, Wake
 from ckpt_engine.names import Names
+from ckpt_engine.saving import seal
 from ckpt_engine.slots import CANCEL, DATA_OFFSET, Header, Slot, SlotFile
 from ckpt_engine.states import (
     LEASED,

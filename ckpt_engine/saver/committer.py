@@ -287,6 +287,8 @@ class Committer(threading.Thread):
         header = pending.header
         receipt = Receipt(header.attempt, header.node, header.nodes, header.world, header.layout, (), failure)
         try:
+            if not pending.shards and header.nodes > 1:  # what fails in a rank may be faster than those that copy
+                commit.make_tag_dir(self._storage, parent_of(header), header.attempt.tag)
             commit.make_attempt_dir(self._storage, parent_of(header), header.attempt, node=node_of(header))
             commit.write_receipt(self._storage, parent_of(header), receipt)
         except CkptError as error:

@@ -197,6 +197,25 @@ except Exception as error:
     team.leave()
 
 
+def test_a_rank_that_fails_before_the_others_have_come_to_the_disk_fails_them_all_the_same(lab: Lab) -> None:
+    team = Team(lab, "ab").open()
+    team.commit(1)
+    code = """
+try:
+    engine.save_to_storage(2, {"bad.pt": {"f": lambda: 0}})
+except Exception as error:
+    answer = {"kind": type(error).__name__}
+"""
+    assert team.one(1, "call", code=code)["kind"] == "UnsupportedLeaf"
+    until(lambda: "failed Attempt(" in lab.saver_log(lab.names(node_id="b")), 10)
+    assert team.one(0, "save", step=2, storage=True)["step"] == 2
+    answer = team.one(0, "result", step=2)
+    assert answer["error"] == "AttemptFailed" and answer["rank"] == 1 and "bad.pt" in answer["reason"], answer
+    team.commit(3)
+    assert [step for step, _ in committed(lab.root)] == [3, 1]
+    team.leave()
+
+
 def test_memory_saves_touch_no_disk(lab: Lab) -> None:
     team = Team(lab, "ab").open()
     team.save(1)
