@@ -108,6 +108,7 @@ class Checkpointer:
         """
         self._require_open()
         self.settle()
+        self.late = None  # here alone: whoever else waits might forget the next one
         self._seq += 1
         if self.options.when_busy == "skip":  # what all ranks exchange comes first: from here on one may fail alone
             self._busy = any(together(self.group, self.buffers.busy, StagingError))
@@ -146,16 +147,18 @@ class Checkpointer:
 
     def guard(self) -> None:
         """Block until what was handed over may change: nothing to do but with ``staging="overlap"``."""
-        if self.late is not None:
-            self.late.guard()
+        while (late := self.late) is not None:
+            late.guard()
+            if late is self.late:  # else a signal handler has saved meanwhile
+                return
 
     def settle(self) -> None:
-        """Wait until the save before this is a snapshot, or has failed (see ``report_trouble``)."""
-        if self.late is not None:
-            self.late.join()
-            if self.late.error is not None:
-                self.outbox.add(self.late.work.handle)
-            self.late = None
+        """Wait until the save before this is a snapshot, or has failed (see ``report_trouble``). Any thread may."""
+        late = self.late
+        if late is not None:
+            late.join()
+            if late.error is not None:
+                self.outbox.add(late.work.handle)
 
     def prepare(self, nbytes: int) -> None:
         """Reserve this rank's slots for files of ``nbytes`` before the first save needs them. Raises ShmFull."""
@@ -310,8 +313,15 @@ class Checkpointer:
     def _let_go(self, *, goodbye: bool) -> None:
         self._closed = True
         self.guards.close()
-        self.buffers.close()
-        self.link.close(goodbye=goodbye)
+
+        def leave() -> None:
+            self.buffers.close()
+            self.link.close(goodbye=goodbye)
+
+        if self.late is None:
+            leave()
+        else:
+            self.late.afterwards(leave)  # a second Ctrl-C: who is gone fills no slot
         self.group.close()
 
     def _require_open(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckpt_engine import commit, errors, listing
@@ -182,7 +182,7 @@ class Outbox:
         for handle, error in failed:
             handle.reported = True
             log.warning("the save of step %d did not become a checkpoint: %s", handle.step, error)
-        self._handles = [handle for handle in self._handles if handle is fresh or not handle.done()]
+        self._forget([handle for handle in ended if handle.done()])
         if failed and on_error == "raise":
             raise failed[0][1]
 
@@ -194,10 +194,16 @@ class Outbox:
                 published.append(handle.result(deadline.remaining()))
             except CkptError as error:
                 first = first or error
-        self._handles = [handle for handle in self._handles if not handle.done()]
+        self._forget([handle for handle in self._handles if handle.done()])
         if first is not None:
             raise first
         return tuple(published)
+
+    def _forget(self, ended: Iterable[Handle]) -> None:
+        """In place: another thread may be adding one."""
+        for handle in ended:
+            with contextlib.suppress(ValueError):
+                self._handles.remove(handle)
 
 
 def error_of(outcome: Outcome, attempt: Attempt) -> CkptError:

@@ -74,11 +74,9 @@ class Image:
         if late and self._found is not None:
             chosen, tensors = set(late), [hole for hole in self._found.holes if isinstance(hole, Tensor)]
             owners = zip(tensors, self._found.facts.owners, strict=False)  # those of views come behind
-            self._watched = [
-                (tensor, tensor._version)
-                for tensor, number in owners
-                if number in chosen and not tensor.is_inference()  # these count no versions
-            ]
+            changing = [tensor for tensor, number in owners if number in chosen]
+            changing += [tensor for tensor in self._found.skeleton.rich if _storage_of(tensor) in owned]
+            self._watched = [(one, one._version) for one in changing if not one.is_inference()]  # these count none
         return late
 
     def changed(self, obj: object) -> str:
@@ -88,7 +86,7 @@ class Image:
         """
         for tensor, version in self._watched:
             if tensor._version != version:
-                return _descend(obj, lambda child, it=tensor: any(it is hole for hole in survey(child).holes))[0]  # type: ignore[misc]
+                return _descend(obj, lambda child, it=tensor: _holds(child, it))[0] or "a tensor"  # type: ignore[misc]
         if any(map(operator.ne, map(UntypedStorage.data_ptr, self._storages), self._addresses)):
             return "(a storage that was resized)"
         return ""
@@ -192,6 +190,18 @@ def _find_culprit(obj: object, error: Exception) -> tuple[str, object]:
             return True
 
     return _descend(obj, fails)
+
+
+def _storage_of(tensor: Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper: copied at once
+        return 0
+
+
+def _holds(obj: object, tensor: Tensor) -> bool:
+    found = survey(obj)
+    return any(tensor is one for one in (*found.holes, *found.skeleton.rich))
 
 
 def _descend(obj: object, fails: Callable[[object], bool]) -> tuple[str, object]:

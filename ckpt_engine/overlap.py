@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -47,13 +48,15 @@ class Late:
 
     def __init__(self, work: Work, threads: int) -> None:
         self.work = work
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._most = threads
         self._threads = max(1, threads // 2)  # forward and backward keep the other half of the cores
         self._once = threading.Lock()
         self._free = threading.Event()
         self._sealed = threading.Event()
         self._pid = os.getpid()
+        self._mutex = threading.RLock()
+        self._afterwards: list[Callable[[], None]] = []
 
     def start(self) -> None:
         try:
@@ -70,6 +73,14 @@ class Late:
         """Wait until it is sealed, or has failed."""
         self._wait(self._sealed)
 
+    def afterwards(self, act: Callable[[], None]) -> None:
+        """``act`` as soon as nothing of this save is under way: now, or in its thread."""
+        with self._mutex:
+            if self._once.locked() and not self._sealed.is_set():
+                self._afterwards.append(act)
+                return
+        act()
+
     def _wait(self, event: threading.Event) -> bool:
         if os.getpid() != self._pid:
             return False
@@ -85,14 +96,19 @@ class Late:
             self.work.copy(lambda: self._threads)
             self._free.set()
             self.work.seal()
-        except Exception as error:  # told by the handle, or at the next save
+        except BaseException as error:  # told by the handle, or at the next save
             self.error = error
             self._give_up(error)
+            if not isinstance(error, Exception):  # Ctrl-C, where no thread could be had
+                raise
         finally:
             self._free.set()
-            self._sealed.set()
+            with self._mutex:
+                self._sealed.set()
+            for act in self._afterwards:
+                act()
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: BaseException) -> None:
         try:
             self.work.fail(error)
         except Exception as more:  # nobody is above this: the engine was closed by a signal handler, for one
@@ -105,20 +121,23 @@ class Guards:
     def __init__(self, staging: str, wait: Callable[[], None]) -> None:
         self._staging = staging
         self._wait = wait
-        self._optimizers: dict[int, Any] = {}
+        self._optimizers = WeakValueDictionary[int, Any]()  # one that was replaced may go, and its state
         self._promised: list[Tensor] = []
         self._hooks: list[Any] = []
 
     def add(self, what: Any) -> None:
         """Guard an optimizer, or believe that whoever changes these tensors waits before. Raises ConfigError."""
         if isinstance(what, torch.optim.Optimizer):
-            if not getattr(type(what).step, "hooked", False):
+            if not (getattr(type(what).step, "hooked", False) and hasattr(what, "_optimizer_step_pre_hooks")):
                 raise ConfigError(
                     f"{type(what).__name__} was not set up by torch.optim.Optimizer: its step has no hooks"
                 )
             if id(what) not in self._optimizers:
                 self._optimizers[id(what)] = what
-                self._hooks.append(what.register_step_pre_hook(self._before_step))
+                hook = what.register_step_pre_hook(self._before_step)
+                hooks: Any = what._optimizer_step_pre_hooks
+                hooks.move_to_end(hook.id, last=False)  # others may change what is copied
+                self._hooks.append(hook)
             return
         tensors = [what] if isinstance(what, Tensor) else list(what) if isinstance(what, Iterable) else [what]
         if not all(isinstance(tensor, Tensor) for tensor in tensors):
@@ -132,7 +151,7 @@ class Guards:
         if not self._optimizers and not self._promised:
             warn_once(f"guard {id(self)}", "nothing is guarded: saves block. See guard(optimizer)")
             return frozenset()
-        owners = self._optimizers.values()
+        owners = list(self._optimizers.values())
         backward = [p for one in owners for group in one.param_groups for p in group["params"] if in_backward(p)]
         if backward:
             shape = tuple(backward[0].shape)

@@ -63,6 +63,7 @@ class Skeleton(pickle.Pickler):
         out = io.BytesIO()
         super().__init__(out, protocol=_PROTOCOL)
         self.order: list[Hole] = []
+        self.rich: list[Tensor] = []  # tensors that are more than their data
         self.has_views = False
         self._strict = strict
         self._classes = {Tensor, Parameter, TypedStorage, UntypedStorage, View} - copyreg.dispatch_table.keys()
@@ -97,6 +98,7 @@ class Skeleton(pickle.Pickler):
         if not issubclass(cls, Tensor) or cls in copyreg.dispatch_table:
             return NotImplemented
         reduced = obj.__reduce_ex__(_PROTOCOL)
+        self.rich.append(obj)
         return reduced if isinstance(reduced, str) else (reduced[0], _with_hole(*reduced[:2]), *reduced[2:])
 
 

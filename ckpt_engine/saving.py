@@ -63,28 +63,28 @@ class Saving:
             fill.copy(threads=core.threads)
             if not fill.late_bytes:
                 self._seal()
-        except BaseException as error:
+            core.saved = True
+            staged = Staged(
+                step=entry.attempt.step,
+                attempt=entry.attempt,
+                wait_s=lease.waited_s,
+                waited_for=lease.blocker,
+                copy_s=time.monotonic() - begin,
+                nbytes=need,
+                late_bytes=fill.late_bytes,
+            )
+            self._handle = handle = core.handle(staged, entry.commit_dir if entry.storage else "")
+            if entry.storage:
+                core.outbox.add(handle)
+            core.link.look_after_saver()
+            if entry.storage and not fill.late_bytes:
+                self._queue(handle)
+        except BaseException as error:  # Ctrl-C, too: nobody would bring it to an end
             self.fail(error)
             raise
-        core.saved = True
-        staged = Staged(
-            step=entry.attempt.step,
-            attempt=entry.attempt,
-            wait_s=lease.waited_s,
-            waited_for=lease.blocker,
-            copy_s=time.monotonic() - begin,
-            nbytes=need,
-            late_bytes=fill.late_bytes,
-        )
-        self._handle = handle = core.handle(staged, entry.commit_dir if entry.storage else "")
-        if entry.storage:
-            core.outbox.add(handle)
-        core.link.look_after_saver()
         if fill.late_bytes:
             core.late = Late(self, core.threads)
             core.late.start()
-        elif entry.storage:
-            self._queue(handle)
         return handle
 
     @property

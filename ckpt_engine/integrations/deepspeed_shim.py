@@ -156,14 +156,17 @@ def placeholders(source: Source, folder: str, *, filled: bool) -> Iterator[None]
 
 
 def owned_by(engine: Any, staging: str) -> frozenset[int]:
-    """Storages that change in the engine's step and nowhere else; empty: all is copied at once."""
+    """Storages that change in the engine's step and nowhere else; empty: all is copied at once.
+
+    Not of frozen parameters: they may be an average that the training loop moves.
+    """
     if staging == "blocking" or engine.optimizer is None:
         return frozenset()
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if any("Muon" in kind.__name__ for kind in type(base).__mro__):
         warn_once("muon", f"{type(base).__name__} moves its momentum in backward: saves block")
         return frozenset()
-    return storages([*engine.module.parameters(), *tensors_of(base)])
+    return storages([*(p for p in engine.module.parameters() if p.requires_grad), *tensors_of(base)])
 
 
 def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
