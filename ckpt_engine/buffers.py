@@ -215,9 +215,10 @@ class Buffers:
         if not self._short.expired():
             return False
         if self.count > 1 and room.free_bytes + sum(s.capacity for s in self.mine()) >= _segment_bytes(need_bytes):
-            log.warning("%s leaves room for one buffer of %d bytes only: slots=1 from now on", room.limit, need_bytes)
-            self.count, self._short = 1, None
-            self._link.say(slots=1)
+            self.count, self._short = self.count - 1, None
+            why = f"has no room for another buffer of {need_bytes} bytes: slots={self.count} from now on"
+            log.warning("%s %s", room.limit, why)
+            self._link.say(slots=self.count)
             return False
         raise ShmFull(
             f"the state grew to {need_bytes} bytes, and {room.limit} leaves {room.free_bytes}: enlarge it",

@@ -110,6 +110,19 @@ def test_growth_with_room_for_one_slot_only_goes_on_with_one(lab: Lab) -> None:
     end(lab, space)
 
 
+def test_growth_with_room_for_two_of_three_slots_goes_on_with_two(lab: Lab) -> None:
+    space = within(lab, "29m")
+    (rank,) = ready([lab.rank(obeys, {"slots": 3}, within=space)])
+    for step in (1, 2, 3):
+        assert do(rank, "memory", step=step, count=3 * MIB)["error"] == ""
+    for step in (4, 5, 6, 7):
+        assert (said := do(rank, "memory", step=step, count=11 * MIB))["error"] == "", said
+    told = rank.log.read_text()
+    assert "slots=2 from now on" in told and "slots=1 from now on" not in told
+    leave([rank])
+    end(lab, space)
+
+
 def test_growth_beyond_every_limit_is_an_error_and_a_smaller_state_works_again(lab: Lab) -> None:
     space = within(lab, "12m")
     (rank,) = ready([lab.rank(obeys, within=space)])
