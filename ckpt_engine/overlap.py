@@ -60,7 +60,7 @@ class Late:
 
     def start(self) -> None:
         try:
-            threading.Thread(target=self._run, name="ckpt-engine-copy").start()
+            threading.Thread(target=self._run, name="ckpt-engine-copy", daemon=False).start()
         except RuntimeError:  # no thread to be had
             self._run()
 

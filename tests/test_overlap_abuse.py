@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import subprocess
 import sys
 import threading
 import weakref
@@ -212,6 +213,22 @@ def test_who_is_interrupted_in_close_lets_go_of_its_slots_when_the_copy_is_over(
     assert not engine._core.link._own.held
     with engine_in(tmp_path) as other:
         assert other.restore().step == 3
+
+
+def test_a_save_in_a_daemon_thread_is_a_snapshot_although_the_interpreter_ends(tmp_path: Path) -> None:
+    program = """
+import sys, threading, time, torch
+from ckpt_engine import CheckpointEngine, events
+engine, held = CheckpointEngine(sys.argv[1] + "/root", node_id=sys.argv[1], staging="overlap"), torch.ones(8)
+engine.guard([held])
+events.add_hook(lambda event: time.sleep(0.3) if (event.name, event.phase) == ("copy", "started") else None)
+saving = threading.Thread(target=lambda: engine.save_to_memory(4, {"a.pt": held}), daemon=True)
+saving.start()
+saving.join()
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    with engine_in(tmp_path) as engine:
+        assert engine.restore().step == 4
 
 
 def test_deepspeed_frozen_parameters_are_copied_at_once() -> None:
