@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,12 @@ import os, runpy, deepspeed
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 runpy.run_path({example!r}, run_name="__main__")
 """
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def launch(lab: Lab, launcher: list[str], steps: int) -> str:
@@ -48,7 +55,7 @@ def test_torchrun_and_the_deepspeed_launcher_continue_each_other(lab: Lab) -> No
     lab.names()
     first = launch(lab, ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 7)
     assert "start: step 0 from None" in first and "step 5: " in first
-    second = launch(lab, ["deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", "29871"], 9)
+    second = launch(lab, ["deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", free_port()], 9)
     assert re.search(r"start: step 5 from storage, [1-9]\d* bytes verified", second)
     assert "final parameters" in second
     assert Path(lab.root, "latest").read_text() == "global_step5"
