@@ -33,8 +33,7 @@ def environment() -> dict[str, str]:
     ours = {"TORCH_EXTENSIONS_DIR": str(cache), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     # torchrun's shared store keeps the gloo addresses of killed ranks, and a restarted one may connect to them.
     ours["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # Unbuffered, print writes a line and its end apart, and the lines of two ranks run into each other.
-    return ours | os.environ | {"PYTHONUNBUFFERED": ""}
+    return ours | os.environ
 
 
 def launch(script: str, *arguments: str, restarts: int = 0) -> subprocess.Popen[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_engine import CheckpointEngine
+
+
+def say(text: str) -> None:
+    """A line and its end in one write: launchers run ranks unbuffered (-u), and print would mix the lines of two."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -47,7 +54,7 @@ def main() -> None:
             optimizer.load_state_dict(report.state["optimizer.pt"])
             torch.set_rng_state(report.state[f"rng-{rank}.pt"])
         if rank == 0:
-            print(f"start: step {report.step} from {report.source}", flush=True)
+            say(f"start: step {report.step} from {report.source}")
         loss = None
         for step in range(report.step + 1, args.steps + 1):
             x = torch.randn(64, 32)
@@ -60,7 +67,7 @@ def main() -> None:
             elif step % 10 == 0:
                 ckpt.save_to_memory(step, state())
         told = "none: nothing was left to train" if loss is None else loss.item().hex()
-        print(f"rank {rank}: final loss {told}", flush=True)
+        say(f"rank {rank}: final loss {told}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import sys
 import time
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu" if not os.path.exists("/dev/nvidia0") else "cuda")
@@ -109,6 +110,12 @@ def digest(engine: deepspeed.DeepSpeedEngine) -> str:
     return sha.hexdigest()
 
 
+def say(text: str) -> None:
+    """A line and its end in one write: launchers run ranks unbuffered (-u), and print would mix the lines of two."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", default="checkpoints")
@@ -125,19 +132,19 @@ def main() -> None:
     engine = build(args)
     text = load_text()
     lead = engine.global_rank == 0
-    print(f"rank {engine.global_rank}: pid {os.getpid()}", flush=True)
+    say(f"rank {engine.global_rank}: pid {os.getpid()}")
 
     with ckpt_engine.attach(engine, args.root, keep_last=3) as ckpt:
         report = ckpt.restore()
         if lead:
-            print(f"start: step {report.step} from {report.source}, {report.verified_bytes} bytes verified", flush=True)
+            say(f"start: step {report.step} from {report.source}, {report.verified_bytes} bytes verified")
         handles: list[ckpt_engine.Handle] = []
         loss = float("nan")
         for step in range(report.step, args.steps):
             loss = train_one(engine, text, step)
             done = step + 1
             if lead and args.every_step:
-                print(f"trained {done}", flush=True)
+                say(f"trained {done}")
             begin = time.perf_counter()
             if done % args.storage_every == 0:
                 handles.append(ckpt.save_to_storage(done))
@@ -151,15 +158,13 @@ def main() -> None:
             if lead:
                 open_saves = [handle.step for handle in handles if not handle.done()]
                 state = f"persisting {open_saves}" if open_saves else "all committed"
-                print(
-                    f"step {done}: loss {loss:.4f}, saved to {where}, blocked {blocked_ms:.1f} ms, {state}", flush=True
-                )
+                say(f"step {done}: loss {loss:.4f}, saved to {where}, blocked {blocked_ms:.1f} ms, {state}")
         losses = [None] * engine.world_size
         torch.distributed.all_gather_object(losses, loss.hex())
         final = digest(engine)
         if lead:
-            print(f"final losses {' '.join(map(str, losses))}", flush=True)
-            print(f"final parameters {final}", flush=True)
+            say(f"final losses {' '.join(map(str, losses))}")
+            say(f"final parameters {final}")
     engine.destroy()
     torch.distributed.destroy_process_group()
 

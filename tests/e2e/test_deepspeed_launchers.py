@@ -39,7 +39,6 @@ def launch(lab: Lab, launcher: list[str], steps: int) -> str:
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore",
-            "PYTHONUNBUFFERED": "",
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

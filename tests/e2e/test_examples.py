@@ -22,7 +22,6 @@ def run(script: str, *arguments: str, ranks: int = 1, env: dict[str, str] | None
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     path = os.pathsep.join((str(TESTS), str(REPOSITORY)))
     full = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(env or {})}
-    full["PYTHONUNBUFFERED"] = ""  # else print writes a line and its end apart, and two ranks' lines mix
     command += [str(REPOSITORY / "examples" / script), *arguments]
     done = subprocess.run(command, env=full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
     return done.returncode, done.stdout
