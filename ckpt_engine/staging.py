@@ -84,23 +84,11 @@ def space(files: Mapping[str, Planned]) -> int:
     return sum(_pages(file.layout.nbytes) for file in files.values())
 
 
-def fill(slot: Slot, files: Mapping[str, Planned], *, threads: int, lanes: Lanes | None = None) -> tuple[SlotFile, ...]:
-    """Copy all files into ``slot`` and return its table. REQUIRES: FILLING by us, ``space(files)`` ≤ capacity.
-
-    The tensors are read now: whatever happens to them after the return does not change the slot.
-    After a crash: the slot is FILLING, the saver frees it.
-    """
-    filling = Fill(slot, files, lanes or Lanes())
-    filling.copy(threads=threads)
-    filling.copy_late(lambda: threads)
-    filling.await_late(threads)
-    return filling.finish()
-
-
 class Fill:
     """One slot on its way to its table: ``copy`` what cannot wait; ``copy_late``, ``await_late`` the rest; ``finish``.
 
-    The last three may run in another thread than the first. ``least``: fewer late bytes than this are copied at once.
+    The last three may run in another thread than the first. REQUIRES: the slot is FILLING by us, with ``space(files)``.
+    After a crash: it is FILLING, the saver frees it. ``least``: fewer late bytes than this are copied at once.
     ``verify``: the late ones on the host are read now, and their CRC compared with that of their copy.
     """
 
@@ -120,10 +108,10 @@ class Fill:
         self._crcs = array.array("I", bytes(len(self._rows) // 3 * 4))
         self._late = [self._first[name] + record for name, file in files.items() for record in file.late]
         self.late_bytes = sum(self._rows[3 * row + 2] for row in self._late)
-        self.late_bytes += sum(copy[2].numel() for copy in devices if copy[0] in set(self._late))
-        if self.late_bytes < least:
-            self._late, self.late_bytes = [], 0
         late = set(self._late)
+        self.late_bytes += sum(copy[2].numel() for copy in devices if copy[0] in late)
+        if self.late_bytes < least:
+            self._late, self.late_bytes, late = [], 0, set()
         self._now = lanes.ticket(slot, [copy for copy in devices if copy[0] not in late])
         self._later = lanes.ticket(slot, [copy for copy in devices if copy[0] in late])
         self._planned = {row: _crc_of_memory(self._rows[3 * row], self._rows[3 * row + 2]) for row in late if verify}

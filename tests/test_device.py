@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from filling import fill
 
 from ckpt_engine import events, shm
 from ckpt_engine.device import Cuda, Lanes, Other
 from ckpt_engine.names import Names, SegmentName
 from ckpt_engine.slots import DATA_OFFSET, Slot
-from ckpt_engine.staging import Fill, Planned, fill
+from ckpt_engine.staging import Fill, Planned
 
 HASH = f"{os.getpid() + 1:016x}"
 

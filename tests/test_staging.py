@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from filling import fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine import image, shm
 from ckpt_engine.names import Names, SegmentName
 from ckpt_engine.slots import DATA_OFFSET, Slot
-from ckpt_engine.staging import Blob, Planned, fill, space
+from ckpt_engine.staging import Blob, Planned, space
 
 HASH = f"{os.getpid():016x}"
 

@@ -12,6 +12,12 @@ from harness import Lab, until
 from team import Team, committed, faults, hits, kill_saver, slots, until_committed
 
 HELD = {"who": "saver", "verb": "write_new", "direct": True, "hold": True}
+REFUSED = """
+try:
+    engine.save_to_storage(2, {"bad.pt": {"f": lambda: 0}})
+except Exception as error:
+    answer = {"kind": type(error).__name__}
+"""
 BROKEN = {"who": "saver", "verb": "write_new", "direct": True, "errno": errno.EACCES}
 
 
@@ -181,14 +187,8 @@ def test_a_save_with_nothing_on_some_ranks_is_whole(lab: Lab) -> None:
 def test_a_rank_that_fails_to_stage_fails_the_attempt_everywhere_and_the_next_one_works(lab: Lab) -> None:
     team = Team(lab, "ab").open()
     team.commit(1)
-    code = """
-try:
-    engine.save_to_storage(2, {"bad.pt": {"f": lambda: 0}})
-except Exception as error:
-    answer = {"kind": type(error).__name__, "told": str(error)}
-"""
     team.tell([0], "save", step=2, storage=True)
-    team.tell([1], "call", code=code)
+    team.tell([1], "call", code=REFUSED)
     assert team.hear(0)["step"] == 2 and team.hear(1)["kind"] == "UnsupportedLeaf"
     answer = team.one(0, "result", step=2)
     assert answer["error"] == "AttemptFailed" and answer["rank"] == 1 and "bad.pt" in answer["reason"], answer
@@ -200,13 +200,7 @@ except Exception as error:
 def test_a_rank_that_fails_before_the_others_have_come_to_the_disk_fails_them_all_the_same(lab: Lab) -> None:
     team = Team(lab, "ab").open()
     team.commit(1)
-    code = """
-try:
-    engine.save_to_storage(2, {"bad.pt": {"f": lambda: 0}})
-except Exception as error:
-    answer = {"kind": type(error).__name__}
-"""
-    assert team.one(1, "call", code=code)["kind"] == "UnsupportedLeaf"
+    assert team.one(1, "call", code=REFUSED)["kind"] == "UnsupportedLeaf"
     until(lambda: "failed Attempt(" in lab.saver_log(lab.names(node_id="b")), 10)
     assert team.one(0, "save", step=2, storage=True)["step"] == 2
     answer = team.one(0, "result", step=2)
