@@ -57,21 +57,24 @@ def write_file(
     nbytes: int,
     direct: bool = True,
     chunk_bytes: int = 8 << 20,
+    threads: int = 1,
     mode: int = 0o666,
     progress: Buffer | None = None,
     progress_offset: int = 0,
+    limit: Buffer | None = None,
 ) -> bool:
     """Create ``path`` (O_CREAT | O_EXCL | O_CLOEXEC, ``mode`` under the umask), write
     ``source[offset:offset+nbytes]`` and fsync it.
 
     O_DIRECT straight from ``source`` where ``direct`` and its address are 4096-aligned and the file
     system allows it (the last partial block goes out padded with zeros, then ftruncate to ``nbytes``);
-    buffered with early write-back elsewhere. Returns True if O_DIRECT was used. After each chunk the
-    bytes written so far are *added* to the uint64 ``progress[progress_offset]`` (atomic). EINTR and
-    short writes are continued. Raises OSError with errno and filename of the call that failed (the
-    file is left for the caller to unlink).
+    buffered with early write-back elsewhere. Returns True if O_DIRECT was used. ``threads``: chunks that are
+    under way at the same time; the space of a file of several chunks is reserved before the first (ENOSPC). After
+    each write its bytes are *added* to the uint64 ``progress[progress_offset]`` (atomic). ``limit``: a uint64, bytes
+    per second from now on, 0 = no limit; it may be changed meanwhile. EINTR and short writes are continued. Raises
+    OSError with errno and filename of the call that failed (the file is left for the caller to unlink).
 
-    After a crash: the file may hold any prefix; it is a temporary name and means nothing.
+    After a crash: the file may hold anything; it is a temporary name and means nothing.
     """
 
 def read_file(path: str, dst: Buffer, *, offset: int, nbytes: int, threads: int = 1) -> int:

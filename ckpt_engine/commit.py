@@ -116,13 +116,14 @@ def seal_external(storage: Storage, root: str, attempt: Attempt, name: str) -> F
 
 
 def write_shard_record(storage: Storage, root: str, record: ShardRecord) -> None:
-    """This rank's files are safe here. REQUIRES: they are, each through ``write_range`` or ``seal_external``.
+    """This rank's files are safe here. REQUIRES: each went through ``write_range`` or ``seal_external``.
 
     Raises Cancelled, StorageError. After a crash: the record or none; files without a record do not count.
     """
-    path = attempt_path(root, record.attempt, disk_names.shard_record(record.rank), node=record.local_node)
+    folder = attempt_path(root, record.attempt, node=record.local_node)
     with cancelled_if_gone(record.attempt):
-        write_durably(storage, path, record.to_bytes())
+        sync_dirs_of(storage, folder, [entry.name for entry in record.files if entry.origin != "external"])
+        write_durably(storage, os.path.join(folder, disk_names.shard_record(record.rank)), record.to_bytes())
 
 
 def read_shard_records(

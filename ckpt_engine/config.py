@@ -14,6 +14,7 @@ from ckpt_engine.errors import ConfigError
 from ckpt_engine.retention import Retention
 
 LAYOUTS = ("shared", "node-local")
+MIN_BYTES_PER_S = 1 << 20
 STAGINGS = ("blocking", "overlap", "auto")
 _KEPT_FOR_SAVER = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _KEPT_PYTHON = ("PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE")
@@ -21,14 +22,16 @@ _KEPT_PYTHON = ("PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaverOptions:
-    """How the node's daemon behaves; times in seconds.
+    """How the node's daemon behaves; times in seconds, no value below 0.
 
     start_s: how long a rank waits for a saver to be ready. stall_s: no byte written for this long = stalled.
     grace_s: after the first death of a rank, how long its peers may live on before the newest common snapshot
     is persisted. linger_s: after the last death, how long snapshots wait for a restart. commit_s: how long a
     node waits for the receipts of the others (more than the 60 s for which an NFS client may be stale).
     sweep_after_s: age at which another node's abandoned files may be swept. retry_s: how long a failing write
-    is tried again. term_s: budget after SIGTERM.
+    is tried again. term_s: budget after SIGTERM. nice: niceness of its process, up to 19; its I/O class is "best
+    effort" at the level that follows from it. write_bytes_per_s: no file is written faster while ranks train (0: as
+    fast as the disk goes).
     """
 
     start_s: float = 30.0
@@ -39,12 +42,21 @@ class SaverOptions:
     sweep_after_s: float = 3600.0
     retry_s: float = 30.0
     term_s: float = 30.0
+    nice: float = 10
+    write_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise ConfigError(f"SaverOptions.{spec.name} must be a number of seconds >= 0, not {value!r}")
+                raise ConfigError(f"SaverOptions.{spec.name} must be a number >= 0, not {value!r}")
+        if self.nice > 19 or self.nice % 1:
+            raise ConfigError(f"SaverOptions.nice must be a whole number in 0..19, not {self.nice!r}")
+        if 0 < self.write_bytes_per_s < MIN_BYTES_PER_S:
+            raise ConfigError(
+                f"SaverOptions.write_bytes_per_s must be 0 (no limit) or at least {MIN_BYTES_PER_S}, "
+                f"not {self.write_bytes_per_s!r}"
+            )
 
     def to_dict(self) -> dict[str, float]:
         return dataclasses.asdict(self)

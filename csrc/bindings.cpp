@@ -90,17 +90,19 @@ std::string file_name(Object path) {
     return py::reinterpret_steal<py::bytes>(encoded);
 }
 
-bool write_from(Object path, Object source, Object offset, Object nbytes, bool direct, Object chunk_bytes, Object mode,
-                Object progress, Object progress_offset) {
+bool write_from(Object path, Object source, Object offset, Object nbytes, bool direct, Object chunk_bytes, Object threads,
+                Object mode, Object progress, Object progress_offset, Object limit) {
     const std::string name = file_name(path);
     const Buffer buffer(source, Buffer::kRead);
     const Window window(buffer, offset, nbytes);
     const size_t chunk = static_cast<size_t>(number(chunk_bytes, "chunk_bytes", kSector, 1 << 30));
     if (chunk % kSector != 0) throw py::value_error("chunk_bytes is not a multiple of 4096");
-    WriteOptions options{direct, chunk, static_cast<unsigned>(number(mode, "mode", 0, 07777)), nullptr};
-    std::optional<Buffer> counter;
+    WriteOptions options{direct, chunk, thread_count(threads), static_cast<unsigned>(number(mode, "mode", 0, 07777)),
+                         nullptr, nullptr};
+    std::optional<Buffer> counter, most;
     const size_t place = size(progress_offset, "progress_offset");
     if (!progress.is_none()) options.progress = counter.emplace(progress, Buffer::kWrite).word(place);
+    if (!limit.is_none()) options.limit = most.emplace(limit, Buffer::kRead).word(0);
     return without_gil([&] { return write_file(name, window.data, window.nbytes, options); });
 }
 
@@ -149,8 +151,8 @@ PYBIND11_MODULE(_C, m) {
     m.def("compare_exchange", exchange_word, arg("word"), arg("offset"), arg("expected"), arg("desired"));
     m.def("fence", fence);
     m.def("write_file", write_from, arg("path"), arg("source"), kw_only(), arg("offset"), arg("nbytes"),
-          arg("direct") = true, arg("chunk_bytes") = 8 << 20, arg("mode") = 0666, arg("progress") = py::none(),
-          arg("progress_offset") = 0);
+          arg("direct") = true, arg("chunk_bytes") = 8 << 20, arg("threads") = 1, arg("mode") = 0666,
+          arg("progress") = py::none(), arg("progress_offset") = 0, arg("limit") = py::none());
     m.def("read_file", read_into, arg("path"), arg("dst"), kw_only(), arg("offset"), arg("nbytes"), arg("threads") = 1);
     py::class_<Populate>(m, "Populate")
         .def(py::init<Object, Object, Object>(), arg("buffer"), kw_only(), arg("offset") = 0, arg("nbytes") = -1)

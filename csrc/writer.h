@@ -5,10 +5,12 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <filesystem>
 #include <optional>
 #include <string>
 #include <system_error>
+#include <thread>
 
 #include "copy.h"
 
@@ -21,8 +23,10 @@ namespace ckpt {
 struct WriteOptions {
     bool direct;
     size_t chunk_bytes;  // a multiple of kSector
+    int threads;         // chunks in flight
     unsigned mode;
     uint64_t* progress;  // bytes written are added to it; may be null
+    const uint64_t* limit;  // bytes per second, 0 = as fast as it goes; read again and again; may be null
 };
 
 constexpr size_t kSector = 4096;  // the most that O_DIRECT asks of addresses, offsets and lengths
@@ -65,43 +69,98 @@ class File {
     const int fd_;
 };
 
-// Creates `path`, which must not exist, with these bytes and syncs it; returns whether O_DIRECT carried them all.
-// Throws filesystem_error and then leaves the file for the caller to unlink. After a crash: it holds any prefix.
-inline bool write_file(const std::string& path, const uint8_t* data, size_t nbytes, const WriteOptions& options) {
-    const File file(path, O_WRONLY | O_CREAT | O_EXCL, options.mode);
-    const bool aligned = reinterpret_cast<uintptr_t>(data) % kSector == 0;
-    bool direct = options.direct && aligned && file.set_direct(true);
-    alignas(kSector) uint8_t last_sector[kSector] = {};
+// Reserves the blocks of a file, so that chunks in flight do not wait for each other to make it longer, and a full disk
+// is told before the first byte. Where the file system cannot, nothing happens.
+inline void reserve(const File& file, size_t nbytes) {
+#if defined(__linux__)
+    if (retried([&] { return ::fallocate(file, 0, 0, nbytes); }) < 0 && (errno == ENOSPC || errno == EDQUOT))
+        file.fail(errno);
+#endif
+}
 
-    for (size_t done = 0; done < nbytes;) {
-        const size_t left = nbytes - done;
-        const uint8_t* from = data + done;
-        size_t count = std::min(left, options.chunk_bytes);
-        if (direct && left < kSector) {
-            std::memcpy(last_sector, from, left);
+// One file on its way to the disk, in chunks that several threads write at once.
+class Writing {
+  public:
+    Writing(const File& file, const uint8_t* data, size_t nbytes, const WriteOptions& options)
+        : file_(file), data_(data), nbytes_(nbytes), options_(options) {
+        const bool aligned = reinterpret_cast<uintptr_t>(data) % kSector == 0;
+        direct_ = options.direct && aligned && file.set_direct(true);
+    }
+
+    size_t chunks() const { return (nbytes_ + options_.chunk_bytes - 1) / options_.chunk_bytes; }
+    bool direct() const { return direct_; }
+    int failure() const { return failure_; }
+
+    // Writes chunk `i`; after a failure of any chunk it does nothing.
+    void write(size_t i) {
+        const size_t end = std::min(nbytes_, (i + 1) * options_.chunk_bytes);
+        for (size_t done = i * options_.chunk_bytes; done < end && failure_ == 0;) {
+            const ssize_t written = put(done, end - done);
+            if (written <= 0) {
+                failure_ = written < 0 ? errno : EIO;  // nothing written and no reason given
+                return;
+            }
+            const size_t step = std::min<size_t>(end - done, written);
+#if defined(__linux__)
+            if (!direct_) ::sync_file_range(file_, done, step, SYNC_FILE_RANGE_WRITE);  // so that fsync finds little to do
+#endif
+            if (options_.progress != nullptr) add(options_.progress, step);
+            done += step;
+        }
+        keep_pace(done_ += end - i * options_.chunk_bytes);
+    }
+
+  private:
+    // Sleeps until `done` bytes are not more than the limit allows since the beginning.
+    void keep_pace(size_t done) const {
+        while (const uint64_t limit = options_.limit == nullptr ? 0 : load(options_.limit)) {
+            const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin_;
+            const double early = static_cast<double>(done) / static_cast<double>(limit) - passed.count();
+            if (early <= 0) return;
+            std::this_thread::sleep_for(std::chrono::duration<double>(std::min(early, 0.1)));
+        }
+    }
+
+    ssize_t put(size_t begin, size_t count) {
+        const bool direct = direct_;
+        const uint8_t* from = data_ + begin;
+        alignas(kSector) uint8_t last_sector[kSector] = {};
+        if (direct && count < kSector) {
+            std::memcpy(last_sector, from, count);
             from = last_sector;
             count = kSector;
         } else if (direct) {
             count -= count % kSector;
         }
-        const ssize_t written = retried([&] { return ::pwrite(file, from, count, done); });
-        if (written < 0 && direct && (errno == EINVAL || errno == EOPNOTSUPP)) {
-            // The file system refuses what it let us ask for, or the offset is odd after a short write: go on buffered.
-            direct = false;
-            if (file.set_direct(false)) continue;
-        }
-        file.check(written);
-        if (written == 0) file.fail(EIO);  // nothing written and no reason given
-        const size_t step = std::min<size_t>(left, written);
-#if defined(__linux__)
-        if (!direct) ::sync_file_range(file, done, step, SYNC_FILE_RANGE_WRITE);  // so that fsync finds little to do
-#endif
-        if (options.progress != nullptr) add(options.progress, step);
-        done += step;
+        const ssize_t written = retried([&] { return ::pwrite(file_, from, count, begin); });
+        if (written >= 0 || !direct || (errno != EINVAL && errno != EOPNOTSUPP)) return written;
+        // The file system refuses what it let us ask for, or the offset is odd after a short write: go on buffered.
+        direct_ = false;
+        return file_.set_direct(false) ? put(begin, count) : -1;
     }
+
+    const File& file_;
+    const uint8_t* const data_;
+    const size_t nbytes_;
+    const WriteOptions& options_;
+    std::atomic<bool> direct_;
+    std::atomic<int> failure_{0};
+    std::atomic<size_t> done_{0};
+    const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
+
+// Creates `path`, which must not exist, with these bytes and syncs it; returns whether O_DIRECT carried them all.
+// Throws filesystem_error and then leaves the file for the caller to unlink. After a crash: it holds anything.
+inline bool write_file(const std::string& path, const uint8_t* data, size_t nbytes, const WriteOptions& options) {
+    const File file(path, O_WRONLY | O_CREAT | O_EXCL, options.mode);
+    Writing writing(file, data, nbytes, options);
+    const size_t chunks = writing.chunks();
+    if (chunks > 1) reserve(file, nbytes);
+    parallel_for(options.threads, chunks, [&](size_t i) { writing.write(i); });
+    if (writing.failure() != 0) file.fail(writing.failure());
     if (nbytes % kSector != 0) file.check(retried([&] { return ::ftruncate(file, nbytes); }));
     file.check(retried([&] { return ::fsync(file); }));
-    return direct;
+    return writing.direct();
 }
 
 // Reads the first `nbytes` of `path`; returns their CRC, or nothing if there are fewer. Throws filesystem_error.

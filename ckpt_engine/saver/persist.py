@@ -1,19 +1,22 @@
 """Sealed slot → files → shard record → release. One thread, one slot at a time, breakpoint saves and older ones first.
 
 The life of a slot here: QUEUED → PERSISTING; a redo after a saver's death first looks for a manifest that names the
-attempt; every file goes to the attempt directory (O_DIRECT straight from the slot, fsync, rename, fsync of the
-directory); then the shard record, durable; only then DURABLE and the rank is told. What fails is tried again from
-the still-leased slot into new temporary files; then the slot is FAILED and says why.
+attempt; every file goes to the attempt directory (O_DIRECT straight from the slot, fsync, rename), several at a time,
+and the directory is synced; then the shard record, durable; only then DURABLE and the rank is told. What fails is tried
+again from the still-leased slot into new temporary files; then the slot is FAILED and says why.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from ckpt_engine import commit
 from ckpt_engine.errors import Cancelled, CkptError, StorageError
@@ -22,7 +25,7 @@ from ckpt_engine.manifest import ShardRecord
 from ckpt_engine.messages import Message, Released
 from ckpt_engine.saver.committer import Committer
 from ckpt_engine.saver.outcomes import failure_of, node_of, parent_of
-from ckpt_engine.slots import BREAKPOINT, CANCEL, DATA_OFFSET, Header, Slot
+from ckpt_engine.slots import BREAKPOINT, CANCEL, DATA_OFFSET, Header, Slot, SlotFile
 from ckpt_engine.states import State, Word
 from ckpt_engine.storage.base import Storage, write_range
 from ckpt_engine.waits import Deadline
@@ -54,13 +57,20 @@ class Writer(threading.Thread):
     """The one writer of a saver, until a write does not return (see ``successor``)."""
 
     def __init__(
-        self, storage: Storage, committer: Committer, tell: Callable[[int, Message], None], retry_s: float
+        self,
+        storage: Storage,
+        committer: Committer,
+        tell: Callable[[int, Message], None],
+        retry_s: float,
+        *,
+        at_once: int = 1,
     ) -> None:
         super().__init__(name="writer", daemon=True)
         self._storage = storage
         self._committer = committer
         self._tell = tell
         self._retry_s = retry_s
+        self._at_once = at_once
         self._jobs: queue.PriorityQueue[tuple[tuple[int, ...], int, Job | None]] = queue.PriorityQueue()
         self._count = itertools.count()
         self._stop_asked = threading.Event()
@@ -73,7 +83,7 @@ class Writer(threading.Thread):
 
         There are never more than slots: each of those that wait holds one.
         """
-        other = Writer(self._storage, self._committer, self._tell, self._retry_s)
+        other = Writer(self._storage, self._committer, self._tell, self._retry_s, at_once=self._at_once)
         other._jobs, other._count, other._stop_asked = self._jobs, self._count, self._stop_asked
         self._succeeded = True
         other.start()
@@ -141,8 +151,7 @@ class Writer(threading.Thread):
 
     def _write(self, slot: Slot, header: Header) -> None:
         """All files and the shard record of one rank, durable; nothing is written twice for a published attempt."""
-        if slot.flags() & CANCEL:
-            raise Cancelled(f"{header.attempt.id} was given up: its run was abandoned")
+        self._require_wanted(slot, header)
         if self._committer.ledger.is_published(header):
             return
         self._committer.ledger.claim(header)
@@ -151,12 +160,9 @@ class Writer(threading.Thread):
             commit.make_tag_dir(storage, root, attempt.tag)
         commit.make_attempt_dir(storage, root, attempt, [file.name for file in header.files], node=node)
         slot.reset_progress()
-        entries = []
-        for file in header.files:
-            if file.origin == "external":
-                entries.append(commit.seal_external(storage, root, attempt, file.name))
-                continue
-            entries.append(file.entry)
+
+        def write(file: SlotFile) -> None:
+            self._require_wanted(slot, header)
             with commit.cancelled_if_gone(attempt):
                 write_range(
                     storage,
@@ -167,7 +173,42 @@ class Writer(threading.Thread):
                     executable=file.origin == "tool",
                     progress=(slot.memory, slot.progress_offset),
                 )
-            if slot.flags() & CANCEL:
-                raise Cancelled(f"{attempt.id} was given up: its run was abandoned")
-        self._record = header.shard_record(entries)
+
+        each([partial(write, file) for file in header.files if file.origin != "external"], at_once=self._at_once)
+        self._require_wanted(slot, header)
+        self._record = header.shard_record(
+            commit.seal_external(storage, root, attempt, file.name) if file.origin == "external" else file.entry
+            for file in header.files
+        )
         commit.write_shard_record(storage, root, self._record)
+
+    @staticmethod
+    def _require_wanted(slot: Slot, header: Header) -> None:
+        if slot.flags() & CANCEL:
+            raise Cancelled(f"{header.attempt.id} was given up: its run was abandoned")
+
+
+def each(tasks: Iterable[Callable[[], None]], *, at_once: int) -> None:
+    """Call every task, ``at_once`` of them at a time. After an error none begins; it is raised when all have ended.
+
+    A task that never returns is never given up, and holds up nobody who leaves.
+    """
+    waiting, errors = deque(tasks), list[BaseException]()
+
+    def work() -> None:
+        while waiting and not errors:
+            with contextlib.suppress(IndexError):  # another took the last one
+                task = waiting.popleft()
+                try:
+                    task()
+                except BaseException as error:
+                    errors.append(error)
+
+    helpers = [threading.Thread(target=work, name="writer", daemon=True) for _ in range(min(at_once, len(waiting)) - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]

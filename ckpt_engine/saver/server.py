@@ -33,6 +33,8 @@ from ckpt_engine.storage.posix import PosixStorage
 from ckpt_engine.waits import SLICE_S, Deadline
 
 RING = 64
+FILES_AT_ONCE = 4
+"""Files of one slot that are written at the same time: with many small ones each waits for a sync of its own."""
 
 
 class Server:
@@ -64,7 +66,7 @@ class Server:
             held=lambda: self.headers,
             answered=self.wake,
         )
-        self.writer = Writer(self.storage, self.committer, self.tell, options.retry_s)
+        self.writer = Writer(self.storage, self.committer, self.tell, options.retry_s, at_once=FILES_AT_ONCE)
         self.ending = endings.Endings(self)
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -122,6 +124,8 @@ class Server:
         """One look at everything."""
         self._stay_registered()
         self._look()
+        hurry = self._term is not None or not self.peers.any_alive  # there is no training that a limit could spare
+        self.storage.limit_writes(0 if hurry else int(self.options.write_bytes_per_s))
         for slot in sorted(self.slots.values(), key=lambda s: s.view().order or (0, 0)):
             self._tend(slot)
         self._pass_on_failures()

@@ -35,7 +35,8 @@ class Stalls:
             self._watched = (job, now, Deadline(self._stall_s))
         if not self._watched[2].expired():
             return None
-        call = calls_under_way().get(writer.ident or 0)
-        op, path = (call.op, call.path) if call is not None else ("write", job.header.commit_dir)
+        folder = job.header.commit_dir
+        calls = [call for call in calls_under_way().values() if call.path.startswith(f"{folder}/")]
+        op, path, _ = max(calls, key=lambda call: call.since.elapsed(), default=("write", folder, None))
         reason = f"stalled: no byte written for {self._stall_s:g} s at {now} bytes: {op} {path}"
         return job, Failure(rank=job.header.rank, reason=reason[:500], path=path, op=op)

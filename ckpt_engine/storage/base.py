@@ -53,7 +53,7 @@ class Storage(Protocol):
         ``executable``, the umask and default ACLs. After an error the file is worthless: unlink it, never write or
         sync it again.
 
-        After a crash: any prefix may be there, or nothing; complete once it has returned, but the name may be gone.
+        After a crash: anything may be there, or nothing; complete once it has returned, but the name may be gone.
         """
 
     def rename(self, source: str, target: str) -> None:
@@ -111,7 +111,8 @@ def write_durably(storage: Storage, path: str, data: bytes, *, temp_dir: str | N
 
     After a crash: the old content or the new; the new once it has returned. Maybe a temporary file to sweep.
     """
-    _through_temp(storage, path, lambda temp: storage.write_new(temp, data), temp_dir)
+    _renamed(storage, path, lambda temp: storage.write_new(temp, data), temp_dir)
+    storage.sync_dir(os.path.dirname(path))
 
 
 def write_range(
@@ -125,9 +126,12 @@ def write_range(
     executable: bool = False,
     progress: Progress | None = None,
 ) -> bool:
-    """``write_durably`` for ``source[offset:offset+nbytes]``, straight from a slot; True if O_DIRECT was used.
+    """Temporary name → fsync → rename for ``source[offset:offset+nbytes]``, straight from a slot; True: by O_DIRECT.
 
-    ``progress`` may have moved when this raises: it is for the caller to set back.
+    The name is durable after ``sync_dir``, which is for the caller, who may have more files. ``progress`` may have
+    moved when this raises: it is for the caller to set back.
+
+    After a crash: the old content, the new, or no file. Maybe a temporary file to sweep.
     """
 
     def write(temp: str) -> bool:
@@ -135,7 +139,7 @@ def write_range(
             temp, source, offset=offset, nbytes=nbytes, direct=direct, executable=executable, progress=progress
         )
 
-    return _through_temp(storage, path, write)
+    return _renamed(storage, path, write)
 
 
 def create_exclusive(storage: Storage, path: str, data: bytes) -> bool:
@@ -207,16 +211,14 @@ def _create_in_place(storage: Storage, path: str, data: bytes) -> bool:
     return True
 
 
-def _through_temp(storage: Storage, path: str, write: Callable[[str], T], temp_dir: str | None = None) -> T:
-    folder = os.path.dirname(path)
-    temp = os.path.join(folder if temp_dir is None else temp_dir, disk_names.temp())
+def _renamed(storage: Storage, path: str, write: Callable[[str], T], temp_dir: str | None = None) -> T:
+    temp = os.path.join(os.path.dirname(path) if temp_dir is None else temp_dir, disk_names.temp())
     try:
         result = write(temp)
         storage.rename(temp, path)
     except StorageError:
         _discard(storage, temp)
         raise
-    storage.sync_dir(folder)
     return result
 
 

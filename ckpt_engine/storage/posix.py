@@ -7,6 +7,7 @@ import errno
 import os
 import stat
 import threading
+from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +24,7 @@ _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
 _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _CANNOT_REMOVE = frozenset({*_ABSENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY})
 _CHUNK_BYTES = 8 << 20
+_IN_FLIGHT = 2  # chunks of a file; more gained nothing (docs/performance.md)
 
 
 class Call(NamedTuple):
@@ -43,6 +45,13 @@ def calls_under_way() -> dict[int, Call]:
 
 class PosixStorage(Storage):
     """See ``Storage`` for the promises."""
+
+    def __init__(self) -> None:
+        self._limit = array("Q", [0])
+
+    def limit_writes(self, bytes_per_s: int) -> None:
+        """No file is written faster from now on, the one in hand included; 0 = as fast as it goes."""
+        _C.store(self._limit, 0, bytes_per_s)
 
     def write_new(
         self,
@@ -65,6 +74,8 @@ class PosixStorage(Storage):
                 offset=offset,
                 nbytes=count,
                 direct=direct,
+                threads=_IN_FLIGHT,
+                limit=self._limit,
                 mode=0o777 if executable else 0o666,
                 progress=counter,
                 progress_offset=position,

@@ -85,7 +85,7 @@ PROMISES: dict[str, tuple[Callable[[], FaultDisk], Act, Look, Look]] = {
         holds(f"{ROOT}/x", b"the old", NEW), holds(f"{ROOT}/x", NEW),
     ),
     "write_range_leaves_the_old_or_the_new": (
-        rooted(), lambda d: write_range(d, f"{ROOT}/x", b"?" + NEW, offset=1, nbytes=len(NEW)),
+        rooted(), lambda d: (write_range(d, f"{ROOT}/x", b"?" + NEW, offset=1, nbytes=len(NEW)), d.sync_dir(ROOT)),
         holds(f"{ROOT}/x", b"the old", NEW), holds(f"{ROOT}/x", NEW),
     ),
     "create_exclusive_leaves_nothing_or_all": (

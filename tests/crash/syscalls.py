@@ -121,6 +121,9 @@ class Replay:
             self.disk.write(self._file(first), _text(args[1])[: call.result], int(args[3]), first)
         elif name == "ftruncate":
             self.disk.truncate(self._file(first), int(args[1]), first)
+        elif name == "fallocate":
+            require(args[1] == "0", "space is reserved from the start of a file, and makes it as long", call)
+            self.disk.truncate(self._file(first), int(args[2]) + int(args[3]), first)
         elif name in ("fsync", "fdatasync"):
             number = self.disk.find(first)
             self.disk.sync_dir(first) if number in self.disk.dirs else self.disk.fsync(self._file(first), first)

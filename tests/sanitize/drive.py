@@ -130,7 +130,7 @@ def files(folder: Path) -> None:
 
     def one(number: int) -> None:
         progress, path = bytearray(16), str(folder / f"file-{number}")
-        options = {"offset": 0, "nbytes": len(SOURCE), "chunk_bytes": 16 << 10, "direct": number % 2 == 0}
+        options = {"offset": 0, "nbytes": len(SOURCE), "chunk_bytes": 16 << 10, "direct": number % 2 == 0, "threads": 3}
         written = threading.Event()
 
         def write() -> None:
