@@ -2,6 +2,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -163,19 +164,62 @@ inline bool write_file(const std::string& path, const uint8_t* data, size_t nbyt
     return writing.direct();
 }
 
+// One file on its way into memory. What the page cache holds is taken from there; the rest goes past it where it can.
+class Reading {
+  public:
+    Reading(const std::string& path, uint8_t* dst) : path_(path), dst_(dst), file_(path_, kFlags) {
+        if (reinterpret_cast<uintptr_t>(dst) % kSector == 0 && O_DIRECT != 0) {
+            try {
+                direct_.emplace(path_, kFlags | O_DIRECT);
+                go_direct_ = true;
+            } catch (const std::filesystem::filesystem_error&) {
+                // The file system has no such thing.
+            }
+        }
+    }
+
+    // Reads up to `count` bytes at `begin`: their number, 0 at the end of the file, or -1 and errno.
+    ssize_t read(size_t begin, size_t count) {
+        constexpr size_t kStep = 256 << 10;  // checksummed while still in the cache
+        uint8_t* const to = dst_ + begin;
+        if (!go_direct_ || begin % kSector != 0 || count < kSector) return pread(file_, to, std::min(kStep, count), begin);
+#if defined(__linux__)
+        const iovec target{to, std::min(kStep, count)};
+        if (const ssize_t got = ::preadv2(file_, &target, 1, begin, RWF_NOWAIT); got > 0) return got;
+#endif
+        const ssize_t got = pread(*direct_, to, count - count % kSector, begin);
+        if (got >= 0 || (errno != EINVAL && errno != EOPNOTSUPP)) return got;
+        go_direct_ = false;  // it let us open the file, but not read it
+        return pread(file_, to, std::min(kStep, count), begin);
+    }
+
+    [[noreturn]] void fail(int code) const { file_.fail(code); }
+
+  private:
+    static constexpr int kFlags = O_RDONLY | O_NONBLOCK;  // a fifo of that name is refused by pread, not waited for
+
+    static ssize_t pread(int fd, void* to, size_t count, size_t begin) {
+        return retried([&] { return ::pread(fd, to, count, begin); });
+    }
+
+    const std::string path_;
+    uint8_t* const dst_;
+    const File file_;
+    std::optional<File> direct_;
+    std::atomic<bool> go_direct_{false};
+};
+
 // Reads the first `nbytes` of `path`; returns their CRC, or nothing if there are fewer. Throws filesystem_error.
 inline std::optional<uint32_t> read_file(const std::string& path, uint8_t* dst, size_t nbytes, int threads) {
-    constexpr size_t kStep = 256 << 10;  // checksummed while still in the cache
     const Kernel& kernel = kernels().front();
-    const File file(path, O_RDONLY | O_NONBLOCK);  // a fifo of that name is refused by pread, not waited for
+    Reading reading(path, dst);
     std::atomic<int> failure{0};
     std::atomic<bool> ended{false};
 
     const uint32_t crc = crc_by_pieces(nbytes, 0, threads, [&](size_t begin, size_t end) {
         uint32_t reg = ~0u;
         while (begin < end && failure == 0 && !ended) {
-            const size_t count = std::min(kStep, end - begin);
-            const ssize_t got = retried([&] { return ::pread(file, dst + begin, count, begin); });
+            const ssize_t got = reading.read(begin, end - begin);
             if (got < 0) failure = errno;
             if (got == 0) ended = true;
             if (got <= 0) break;
@@ -184,7 +228,7 @@ inline std::optional<uint32_t> read_file(const std::string& path, uint8_t* dst, 
         }
         return ~reg;
     });
-    if (failure != 0) file.fail(failure);
+    if (failure != 0) reading.fail(failure);
     if (ended) return std::nullopt;
     return crc;
 }
