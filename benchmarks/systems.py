@@ -36,6 +36,8 @@ class System:
     """True if it needs ``torch.distributed`` (gloo; made by the worker before ``start``) even for a single rank."""
     overlapping: ClassVar[bool] = False
     """True if ``save`` may be called while the save before is under way: it waits for that, or queues."""
+    loads_in_place: ClassVar[bool] = False
+    """True if ``load`` sets the state itself back; rather give tensors of their own."""
     memory: ClassVar[float] = 2.0
     """Memory it needs at once, as a multiple of the state, the state itself included; an estimate, from above."""
     variants: ClassVar[tuple[str, ...]] = ()
@@ -247,3 +249,14 @@ class DcpProcessShmAsync(DcpProcessShm):
     """The same, staged by a thread: the optimizer waits for it (``guard``)."""
 
     asynchronous = True
+
+
+SYSTEMS = [
+    ("torch.save", "TorchSave"),
+    ("dcp.save", "DcpSync"),
+    ("dcp.async_save, thread", "DcpAsync"),
+    ("dcp.async_save, process", "DcpProcess"),
+    ("dcp.async_save, process, shm", "DcpProcessShm"),
+    ("dcp.async_save, process, shm, async staging", "DcpProcessShmAsync"),
+]
+"""The rows, and the classes that make them: every module with systems has such a list."""

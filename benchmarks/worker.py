@@ -5,7 +5,8 @@
 MODULE is looked for beside this file (``systems``, ``peers.torchsnapshot``). Imports the standard library, torch and
 what the system imports, so it runs in a rival's environment. Commands, ``{"do": NAME, …}``:
 
-start                  make the state and start the system
+make                   make the state
+start                  start the system
 plain    n             n steps without a save: how long each takes
 save     step          a save, one step, and the wait until it is durable
 busy     step, most    a save, and steps for as long as it is under way: how long they take
@@ -90,7 +91,7 @@ class Worker:
 
     # -- the commands --------------------------------------------------------------------------------------------
 
-    def do_start(self) -> dict[str, Any]:
+    def do_make(self) -> dict[str, Any]:
         torch.set_num_threads(self.args.threads)
         self.matrix, self.product = torch.randn(512, 512), torch.empty(512, 512)
         self.state = self.system.make_state(self.args.mib, self.args.tensors)
@@ -98,16 +99,18 @@ class Worker:
         for number, tensor in enumerate(self.tensors):
             for at, numbers in pieces(self.rank, number, tensor):
                 tensor.detach().view(-1)[at : at + len(numbers)] = numbers
-        begin = time.perf_counter()
-        self.system.start(self.state)
         return {
-            "start_s": time.perf_counter() - begin,
             "pid": os.getpid(),
             "state_bytes": sum(tensor.nbytes for tensor in self.tensors),
             "tensors": len(self.tensors),
             "overlapping": self.system.overlapping,
             "torch": torch.__version__,
         }
+
+    def do_start(self) -> dict[str, Any]:
+        begin = time.perf_counter()
+        self.system.start(self.state)
+        return {"start_s": time.perf_counter() - begin}
 
     def do_plain(self, n: int) -> dict[str, Any]:
         return {"steps_ms": [self.step()["step_ms"] for _ in range(n)]}
@@ -133,13 +136,14 @@ class Worker:
         return {**found, "steps_ms": steps}
 
     def do_pressed(self, step: int, saves: int, every: int) -> dict[str, Any]:
-        """Blocking milliseconds of each save but the first, which finds nothing under way."""
-        blocking, plain = [], []
+        """``run_ms``: every step in order, the first of each ``every`` with a save. ``blocking_ms``: of those."""
+        blocking, run = [], []
         for number in range(saves):
-            blocking.append(self.save_and_step(step + number)["blocking_ms"])
-            plain += [self.step()["step_ms"] for _ in range(every - 1)]
+            found = self.save_and_step(step + number)
+            blocking.append(found["blocking_ms"])
+            run += [found["step_ms"], *(self.step()["step_ms"] for _ in range(every - 1))]
         self.system.wait()
-        return {"blocking_ms": blocking[1:], "steps_ms": plain}
+        return {"blocking_ms": blocking, "run_ms": run}
 
     def do_kept(self, step: int) -> dict[str, Any]:
         return {"call_ms": 1e3 * self.call(step), "updates": self.updates}
@@ -159,6 +163,8 @@ class Worker:
             for at, numbers in pieces(self.rank, number, tensor):
                 steps = got.reshape(-1)[at : at + len(numbers)] - numbers
                 seen |= {steps.min().item(), steps.max().item()}
+        if self.system.loads_in_place:
+            self.updates = want
         if seen == {float(want)}:
             return {"found": "ok", "why": ""}
         if any(value != int(value) or not 0 <= value <= max(self.updates, want) for value in seen):
@@ -204,13 +210,14 @@ class Worker:
 
 
 PIECE = 1 << 22
+PATTERN = ((torch.arange(PIECE) * 7919) % 2**19).float()
 
 
 def pieces(rank: int, number: int, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(offset, what the elements from there are before the first update) for a tensor, a few MiB at a time."""
+    """(offset, what the elements from there are before the first update) for a tensor, 16 MiB at a time."""
     for at in range(0, tensor.numel(), PIECE):
-        elements = torch.arange(at, min(at + PIECE, tensor.numel()))
-        yield at, ((elements * 7919 + number * 104729 + rank * 1299709) % 2**20).float()
+        shift = (number * 104729 + at // PIECE * 15485863 + rank * 1299709) % 2**19
+        yield at, PATTERN[: tensor.numel() - at] + shift
 
 
 def main() -> None:
