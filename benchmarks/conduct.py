@@ -49,11 +49,11 @@ class Plan:
     steps: int = 2
 
 
-def specs_of(module: str, python: str = sys.executable) -> list[Spec]:
-    """The systems that a module lists in ``SYSTEMS``."""
+def specs_of(module: str, python: str = sys.executable, *, listed: str = "SYSTEMS") -> list[Spec]:
+    """The systems that a module lists."""
     loaded = importlib.import_module(module)
     found = []
-    for name, kind in loaded.SYSTEMS:
+    for name, kind in getattr(loaded, listed):
         system = getattr(loaded, kind)
         names = system.variants or (name,)
         found.append(Spec(names=names, variants=system.variants or ("",), target=f"{module}:{kind}",
@@ -126,9 +126,10 @@ class Batch:
 
     def run(self) -> None:
         with contextlib.ExitStack() as stack:
-            for number, spec in enumerate(self.specs):
-                crew = Crew(spec, self.setting, self.work / f"crew{number}")
+            crews = [Crew(spec, self.setting, self.work / f"crew{n}") for n, spec in enumerate(self.specs)]
+            for crew in crews:  # all import what they need at once
                 stack.enter_context(crew)
+            for crew in crews:
                 with self.may_fail(crew):
                     self.begin(crew)
                     self.crews.append(crew)

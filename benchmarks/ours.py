@@ -15,8 +15,6 @@ from systems import State, System
 from ckpt_engine import _C, CheckpointEngine, Handle
 from ckpt_engine.config import copy_threads
 
-FILE = "model.pt"
-
 
 class Blocking(System):
     """A save blocks for one copy into shared memory; to storage, the saver writes that copy while training goes on."""
@@ -46,7 +44,7 @@ class Blocking(System):
             self.engine.prepare(self.files())
 
     def files(self) -> dict[str, State]:
-        return {FILE: self.state}
+        return {f"rank{self.rank}.pt": self.state}
 
     def guard_state(self) -> None:
         """Blocking saves need no guard."""
@@ -66,7 +64,7 @@ class Blocking(System):
             self.handle.result()
 
     def load(self, step: int) -> State:
-        loaded: State = self.engine.restore(step).state[FILE]
+        loaded: State = self.engine.restore(step).state[f"rank{self.rank}.pt"]
         return loaded
 
     def forget(self, step: int) -> None:
@@ -85,7 +83,7 @@ class ManyFiles(Blocking):
     def files(self) -> dict[str, State]:
         names = list(self.state)
         return {
-            f"part{number:03}.pt": {name: self.state[name] for name in names[number :: self.FILES]}
+            f"rank{self.rank}/part{number:03}.pt": {name: self.state[name] for name in names[number :: self.FILES]}
             for number in range(self.FILES)
         }
 
@@ -196,3 +194,4 @@ def move_all(moves: list[Move]) -> None:
 
 
 SYSTEMS = [("ckpt_engine", "Blocking"), ("ckpt_engine, overlap", "Overlap"), ("raw", "RawCopy")]
+LAYOUTS = [("ckpt_engine, 200 files", "ManyFiles")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -54,10 +55,12 @@ def read(files: Sequence[str]) -> list[Row]:
 
 
 def short(value: Any) -> Any:
-    """Four digits behind the point are enough for milliseconds."""
+    """Four digits behind the point are enough for milliseconds; JSON has no NaN."""
     if isinstance(value, list):
         return [short(one) for one in value]
-    return round(value, 4) if isinstance(value, float) else value
+    if isinstance(value, float):
+        return round(value, 4) if math.isfinite(value) else None
+    return value
 
 
 def median(values: Sequence[float]) -> float:

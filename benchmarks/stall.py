@@ -10,7 +10,7 @@ systems  everything there is, with one rank: blocking (call and guard), inflatio
          step without), lag (until durable), with a save every 4 steps, loaded and compared, killed, memory
 ranks    two ranks of one thread each, ``--mib`` in all
 beside   how much longer steps take while stage 2 writes, of a training with one thread, which leaves a core free
-sizes    from 64 MiB to ``--mib``
+sizes    from 64 MiB to ``--mib``, or those of ``--sizes``
 tensors  from 1 tensor to ``--most-tensors``
 
 ``--peers`` adds the rivals of ``benchmarks/peers`` to "systems"; ``make bench-peers`` installs them first. How much
@@ -76,8 +76,8 @@ def sweep(rows: Rows, part: str, settings: Sequence[Setting], work: Path, repeat
 
 
 def sizes(rows: Rows, args: argparse.Namespace, work: Path) -> None:
-    ladder = [mib for mib in (64, 256, 1024, 4096) if mib < args.mib]
-    settings = [replace(the_setting(args), mib=mib) for mib in [*ladder, args.mib]]
+    ladder = args.sizes or [mib for mib in (64, 256) if mib < args.mib] + [args.mib]
+    settings = [replace(the_setting(args), mib=mib) for mib in ladder]
     sweep(rows, "sizes", settings, work, args.sweep_repeats)
 
 
@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="size of the state, of all ranks together")
     parser.add_argument("--tensors", type=int, default=64)
     parser.add_argument("--most-tensors", type=int, default=2000, help="where the sweep of tensors ends")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[], metavar="MIB", help="of the sweep of sizes")
     parser.add_argument("--sweep-repeats", type=int, default=5, help="rounds of sizes and tensors")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch, in every system")
     parser.add_argument("--peers", action="store_true", help="with the rivals that have environments in .venv-peers")
