@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test check crash deaths soak sanitize fuzz judge bench matrix clean
+.PHONY: demo test check crash deaths soak sanitize fuzz judge bench bench-full bench-peers matrix clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/python examples/demo.py
@@ -40,8 +40,32 @@ MINUTES ?= 10
 soak: $(VENV)/package.stamp
 	$(BIN)/python tests/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
+# The figures of README and docs/performance.md, in less than a quarter of an hour on two quiet cores. RESULTS: where
+# rows and pictures go.
+RESULTS ?= bench-results
+SCALE ?= --mib 512 --ranks 1 2 4
+SWEEP ?= --most-tensors 2000
 bench: $(VENV)/package.stamp
-	$(BIN)/python benchmarks/stall.py
+	mkdir -p $(RESULTS)
+	$(BIN)/python benchmarks/plan.py --json $(RESULTS)/plan.json
+	$(BIN)/python benchmarks/stall.py $(SWEEP) --json $(RESULTS)/stall.json --plot $(RESULTS)
+	$(BIN)/python benchmarks/steps.py --json $(RESULTS)/steps.json
+	$(BIN)/python benchmarks/scale.py $(SCALE) --json $(RESULTS)/scale.json
+	$(BIN)/python benchmarks/persist.py --json $(RESULTS)/persist.json
+	$(BIN)/python benchmarks/restore.py --json $(RESULTS)/restore.json
+	$(BIN)/python benchmarks/report.py $(RESULTS)/*.json
+
+# The same, and the sweeps up to 4 GiB and 20,000 tensors.
+bench-full:
+	$(MAKE) bench SWEEP="--most-tensors 20000 --sizes 64 256 1024 4096" SCALE="--mib 2048"
+
+# Against the rivals from PyPI: each in an environment of its own, .venv-peers/<peer>, with what benchmarks/peers pins.
+# One that cannot be installed is a row that says why.
+bench-peers: $(VENV)/package.stamp
+	$(BIN)/python benchmarks/install_peers.py --python $(PYTHON)
+	mkdir -p $(RESULTS)
+	$(BIN)/python benchmarks/stall.py systems --peers --json $(RESULTS)/peers.json --plot $(RESULTS)/peers
+	$(BIN)/python benchmarks/report.py $(RESULTS)/peers.json
 
 matrix: $(VENV)/package.stamp
 	$(BIN)/python benchmarks/matrix.py

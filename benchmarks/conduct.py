@@ -1,0 +1,377 @@
+"""Measure systems against each other in one run: interleaved rounds in rotated order, one process tree at a time.
+
+The crews of all systems are started, then take turns; a turn begins when the save before is durable and everything
+dirty is written back (``sync``). What does not fit into memory at once goes in batches, each with ours and the bare
+copies, so that every ratio is of things measured in turns. Afterwards: saves back to back, steps while a save is under
+way, what is loaded again, and what a SIGKILL leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from crew import HERE, Crew, NotRun, Setting, Spec, free_mib, settle
+from rows import Rows, median, pick
+
+OURS, RAW = "ckpt_engine, memory", "raw: "
+BASE = ("ours:Blocking", "ours:RawCopy")
+"""In every batch."""
+PEERS = HERE.parent / ".venv-peers"
+KEPT_MIB, KEPT_TENSORS = 256, 64
+"""What the crews that are killed hold at most."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How many rounds, and what is measured beside them.
+
+    pressed, busy: rounds of these. every, saves: of a pressed round. steps: without a save, before each save.
+    """
+
+    repeats: int = 7
+    pressed: int = 0
+    busy: int = 0
+    verified: bool = False
+    killed: bool = False
+    fio: bool = False
+    every: int = 4
+    saves: int = 5
+    steps: int = 2
+
+
+def specs_of(module: str, python: str = sys.executable, *, listed: str = "SYSTEMS") -> list[Spec]:
+    """The systems that a module lists."""
+    loaded = importlib.import_module(module)
+    found = []
+    for name, kind in getattr(loaded, listed):
+        system = getattr(loaded, kind)
+        names = system.variants or (name,)
+        found.append(Spec(names=names, variants=system.variants or ("",), target=f"{module}:{kind}",
+                          memory=system.memory, python=python))  # fmt: skip
+    return found
+
+
+def everything(rows: Rows, part: str, *, deepspeed: bool = True, peers: bool = False) -> list[Spec]:
+    """All systems that can be tried here; for a rival without its environment there is a row that says so."""
+    found = specs_of("ours") + specs_of("systems")
+    if deepspeed:
+        found += specs_of("deepspeed_systems")
+    for file in sorted((HERE / "peers").glob("*.py")) if peers else ():
+        if file.stem == "__init__":
+            continue
+        python = PEERS / file.stem / "bin" / "python"
+        specs = specs_of(f"peers.{file.stem}", str(python))
+        if (PEERS / file.stem / "ready").exists():
+            found += specs
+            continue
+        log = PEERS / f"{file.stem}.log"
+        why = log.read_text().strip().splitlines()[-1:] if log.exists() else []
+        for name in [name for spec in specs for name in spec.names]:
+            reason = f"could not be installed: {why[0][:200]}" if why else "no environment: make bench-peers"
+            rows.add(kind="not run", part=part, system=name, reason=reason)
+    return found
+
+
+def batches(specs: Sequence[Spec], setting: Setting) -> list[list[Spec]]:
+    """Lists of systems that fit into memory together, ours and the bare copies in each. Exits if not even these do."""
+    base = [spec for spec in specs if spec.target in BASE]
+    others = [spec for spec in specs if spec.target not in BASE]
+    free = int(0.9 * free_mib())
+    needed = sum(spec.need_mib(setting) for spec in base)
+    largest = max((spec.need_mib(setting) for spec in others), default=0)
+    if needed + largest > free:
+        sys.exit(
+            f"{setting.mib} MiB of state need {needed + largest} MiB of memory ({needed} for ours and the bare copies,"
+            f" {largest} for the largest other system), {free} MiB may be used: give a smaller --mib"
+        )
+    found = [list(base)]
+    room = free - needed
+    for spec in others:
+        if spec.need_mib(setting) > room:
+            found.append(list(base))
+            room = free - needed
+        found[-1].append(spec)
+        room -= spec.need_mib(setting)
+    return found
+
+
+def compare(rows: Rows, part: str, specs: Sequence[Spec], setting: Setting, work: Path, plan: Plan) -> None:
+    """Adds rows of the kinds save, fio, pressed, busy, verify, kill, not run; and one summary per system."""
+    for number, batch in enumerate(batches(specs, setting)):
+        facts = {"part": part, "batch": number, **dataclasses.asdict(setting)}
+        Batch(rows, batch, setting, work / f"{part}-{setting.mib}-{setting.tensors}-{number}", plan, facts).run()
+
+
+class Batch:
+    """Systems that take turns."""
+
+    def __init__(
+        self, rows: Rows, specs: Sequence[Spec], setting: Setting, work: Path, plan: Plan, facts: dict[str, Any]
+    ) -> None:
+        self.rows, self.specs, self.setting, self.work, self.plan, self.facts = rows, specs, setting, work, plan, facts
+        self.crews: list[Crew] = []
+        self.out: set[str] = set()
+        self.memory: dict[str, float] = {}
+        self.first: dict[str, float] = {}
+
+    def run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            crews = [Crew(spec, self.setting, self.work / f"crew{n}") for n, spec in enumerate(self.specs)]
+            for crew in crews:  # all import what they need at once
+                stack.enter_context(crew)
+            for crew in crews:
+                with self.may_fail(crew):
+                    self.begin(crew)
+                    self.crews.append(crew)
+            for crew in list(self.crews):
+                with self.may_fail(crew):
+                    self.warm_up(crew)
+            for repeat in range(self.plan.repeats):
+                self.in_turns(repeat, self.save)
+                if self.plan.fio:
+                    self.fio(repeat)
+            for repeat in range(self.plan.pressed):
+                self.in_turns(repeat, self.pressed, self.goes_on)
+            for repeat in range(self.plan.busy):
+                self.in_turns(repeat, self.busy, self.goes_on)
+            if self.plan.verified:
+                self.in_turns(0, self.verify)
+        if self.plan.killed:
+            self.kill_all()
+        self.sum_up()
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    # -- turns ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def may_fail(self, crew: Crew) -> Iterator[None]:
+        """A system that fails is out, with its reason, and the others go on."""
+        try:
+            yield
+        except NotRun as error:
+            for name in crew.spec.names:
+                self.out.add(name)
+                self.rows.add(kind="not run", **self.facts, system=name, reason=str(error))
+            if crew in self.crews:
+                self.crews.remove(crew)
+
+    def in_turns(
+        self, repeat: int, what: Callable[[Crew, str, str, int], None], which: Callable[[str], bool] = lambda name: True
+    ) -> None:
+        turns = [
+            (crew, name, variant)
+            for crew in self.crews
+            for name, variant in zip(crew.spec.names, crew.spec.variants, strict=True)
+            if which(name)
+        ]
+        for turn in range(len(turns)):
+            crew, name, variant = turns[(turn + repeat) % len(turns)]
+            if crew in self.crews:
+                with self.may_fail(crew):
+                    settle()
+                    what(crew, name, variant, repeat)
+
+    def goes_on(self, name: str) -> bool:
+        """True of a system that was still at work when its call had returned."""
+        return any(
+            row["lag_ms"] > row["call_ms"] for row in pick(self.rows.rows, kind="save", **self.facts, system=name)
+        )
+
+    def begin(self, crew: Crew) -> None:
+        crew.ask("make")
+        before = crew.memory_mib()
+        crew.ask("start")
+        self.memory[crew.spec.target] = -before
+
+    def warm_up(self, crew: Crew) -> None:
+        """The first save is told apart; memory is read during the second, which is not timed."""
+        crew.ask("plain", n=3)
+        samples = [0.0]
+        for name, variant in zip(crew.spec.names, crew.spec.variants, strict=True):
+            step = crew.next_step()
+            self.first[name] = most(crew.ask("save", step=step, variant=variant), "blocking_ms")
+            crew.ask("forget", step=step)
+            with crew.watched() as seen:
+                step = crew.next_step()
+                crew.ask("save", step=step)
+            crew.ask("forget", step=step)
+            samples += seen
+        self.memory[crew.spec.target] += max(samples)
+
+    def save(self, crew: Crew, name: str, variant: str, repeat: int) -> None:
+        plain = crew.ask("plain", n=self.plan.steps)
+        step = crew.next_step()
+        found = crew.ask("save", step=step, variant=variant)
+        crew.ask("forget", step=step)
+        times = {key: most(found, key) for key in ("call_ms", "guard_ms", "blocking_ms", "step_ms", "lag_ms")}
+        self.rows.add(
+            kind="save", **self.facts, system=name, repeat=repeat, **times,
+            plain_ms=[max(steps) for steps in zip(*(one["steps_ms"] for one in plain), strict=True)],
+            fsynced=found[0]["fsynced"], persistent=found[0]["persistent"],
+        )  # fmt: skip
+
+    def fio(self, repeat: int) -> None:
+        settle()
+        try:
+            seconds = fio(self.work, self.setting.mib)
+        except NotRun as error:
+            if repeat == 0:
+                self.rows.add(kind="not run", **self.facts, system="fio", reason=str(error))
+            return
+        self.rows.add(kind="fio", **self.facts, system="fio", repeat=repeat, lag_ms=1e3 * seconds)
+
+    def pressed(self, crew: Crew, name: str, variant: str, repeat: int) -> None:
+        """Saves every few steps, as fast as the system takes them."""
+        step = crew.next_step()
+        crew.step += self.plan.saves
+        found = crew.ask("pressed", step=step, saves=self.plan.saves, every=self.plan.every, variant=variant)
+        for number in range(self.plan.saves):
+            crew.ask("forget", step=step + number)
+        self.rows.add(
+            kind="pressed", **self.facts, system=name, repeat=repeat, every=self.plan.every,
+            blocking_ms=[max(of) for of in zip(*(one["blocking_ms"] for one in found), strict=True)],
+            run_ms=found[0]["run_ms"],
+        )  # fmt: skip
+
+    def busy(self, crew: Crew, name: str, variant: str, repeat: int) -> None:
+        """Steps while a save is under way, against steps without."""
+        plain = crew.ask("plain", n=5)[0]["steps_ms"]
+        step = crew.next_step()
+        found = crew.ask("busy", step=step, most=200, variant=variant)[0]
+        crew.ask("forget", step=step)
+        self.rows.add(
+            kind="busy", **self.facts, system=name, repeat=repeat, plain_ms=plain, steps_ms=found["steps_ms"],
+            persistent=found["persistent"],
+        )  # fmt: skip
+
+    def verify(self, crew: Crew, name: str, variant: str, repeat: int) -> None:
+        """A save whose state goes on being trained on while it is under way, loaded again."""
+        step = crew.next_step()
+        crew.ask("busy", step=step, most=20, variant=variant)
+        for rank, found in enumerate(crew.ask("verify", step=step)):
+            self.rows.add(kind="verify", **self.facts, system=name, rank=rank, found=found["found"], why=found["why"])
+        crew.ask("forget", step=step)
+
+    # -- a SIGKILL -----------------------------------------------------------------------------------------------
+
+    def kill_all(self) -> None:
+        """Two at a time: nothing is timed any more."""
+        todo = [
+            (spec, name, variant)
+            for spec in self.specs
+            for name, variant in zip(spec.names, spec.variants, strict=True)
+            if name not in self.out and not name.startswith(RAW)
+        ]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda one: self.kill(*one), todo))
+
+    def kill(self, spec: Spec, name: str, variant: str) -> None:
+        """Right after a save has returned everything is killed; then a new process looks for that save."""
+        setting = dataclasses.replace(
+            self.setting, mib=min(KEPT_MIB, self.setting.mib), tensors=min(KEPT_TENSORS, self.setting.tensors)
+        )
+        work = self.work / f"killed-{spec.target}-{variant}".replace(" ", "_")
+        with Crew(spec, setting, work) as crew:
+            try:
+                for command in ("make", "start"):
+                    crew.ask(command)
+                crew.ask("plain", n=2)
+                crew.ask("save", step=1, variant=variant)
+                kept = crew.ask("kept", step=2)
+            except NotRun as error:
+                self.rows.add(kind="not run", **self.facts, system=name, reason=f"before the kill: {error}")
+                return
+            crew.kill()
+            with Crew(spec, setting, work, resumes=crew) as after:
+                try:
+                    for command in ("make", "start"):
+                        after.ask(command)
+                    answers = after.ask("verify", step=2, updates=kept[0]["updates"], variant=variant)
+                    found = next((one for one in answers if one["found"] != "ok"), answers[0])
+                    verdict, why = found["found"], found["why"]
+                except NotRun as error:
+                    verdict, why = "lost", str(error)
+        self.rows.add(kind="kill", **self.facts, system=name, found=verdict, why=why, survives=verdict == "ok")
+
+    # -- the sum -------------------------------------------------------------------------------------------------
+
+    def sum_up(self) -> None:
+        """One row per system that ran, with its ratios to ours and to the fastest bare copy of this batch."""
+        rows = pick(self.rows.rows, **self.facts)
+        times = {
+            name: median([row["blocking_ms"] for row in pick(rows, kind="save", system=name)])
+            for spec in self.specs
+            for name in spec.names
+            if name not in self.out
+        }
+        raw = min((ms for name, ms in times.items() if name.startswith(RAW)), default=float("nan"))
+        ours = times.get(OURS, float("nan"))
+        for spec in self.specs:
+            for name in spec.names:
+                if name in times:
+                    self.rows.add(
+                        kind="summary", **self.facts, system=name, repeats=self.plan.repeats,
+                        to_ours=times[name] / ours, to_raw=times[name] / raw,
+                        first_ms=self.first[name], memory_mib=self.memory[spec.target],
+                        **summary(rows, name),
+                    )  # fmt: skip
+        if found := pick(rows, kind="fio"):
+            self.rows.add(
+                kind="summary",
+                **self.facts,
+                system="fio",
+                lag_ms=median([row["lag_ms"] for row in found]),
+                fsynced=True,
+            )
+
+
+def summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Medians of the rows of one system."""
+    saves = pick(rows, kind="save", system=name)
+    keys = ("call_ms", "guard_ms", "blocking_ms", "step_ms", "lag_ms")
+    found: dict[str, Any] = {key: median([row[key] for row in saves]) for key in keys}
+    found["most_ms"] = max(row["blocking_ms"] for row in saves)
+    found["plain_ms"] = median([ms for row in saves for ms in row["plain_ms"]])
+    found["inflation_ms"] = found["step_ms"] - found["plain_ms"]
+    found |= {key: saves[-1][key] for key in ("fsynced", "persistent")}
+    if pressed := pick(rows, kind="pressed", system=name):
+        found["pressed_ms"] = median([ms for row in pressed for ms in row["blocking_ms"][1:]])
+    busy = pick(rows, kind="busy", system=name)
+    if steps := [ms for row in busy for ms in row["steps_ms"]]:
+        found["beside_percent"] = 100 * (median(steps) / median([ms for row in busy for ms in row["plain_ms"]]) - 1)
+        found["beside_steps"] = len(steps)
+    if verdicts := [row["found"] for row in pick(rows, kind="verify", system=name)]:
+        found["verdict"] = next((verdict for verdict in verdicts if verdict != "ok"), "ok")
+    if kills := pick(rows, kind="kill", system=name):
+        found["survives_kill"] = all(row["survives"] for row in kills)
+    return found
+
+
+def most(answers: list[dict[str, Any]], key: str) -> float:
+    """Of all ranks: the slowest one counts."""
+    return max(answer[key] for answer in answers)
+
+
+def fio(work: Path, mib: int) -> float:
+    """Seconds in which fio writes and syncs ``mib`` MiB, past the page cache, in blocks like ours. Raises NotRun."""
+    if shutil.which("fio") is None:
+        raise NotRun("fio is not installed")
+    work.mkdir(parents=True, exist_ok=True)
+    words = ["fio", "--name=a", f"--filename={work}/fio", f"--size={mib}M", "--rw=write", "--bs=8M", "--direct=1"]
+    words += ["--ioengine=libaio", "--iodepth=4", "--end_fsync=1", "--output-format=json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    (work / "fio").unlink(missing_ok=True)
+    if done.returncode:
+        raise NotRun(f"fio: {done.stderr.strip()[:200]}")
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    return max(float(job["job_runtime"]), float(job["write"]["runtime"])) / 1e3

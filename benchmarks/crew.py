@@ -1,0 +1,256 @@
+"""Processes of ``worker.py``: start them, ask them, weigh them, kill them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+MARK = "CKPT_ENGINE_BENCH"
+"""A variable that all processes of a crew inherit, our saver among them, so that its memory can be found."""
+
+
+class NotRun(Exception):
+    """A system that could not be measured, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What every system of one comparison has in common. ``mib`` is of all ranks together."""
+
+    mib: int
+    tensors: int
+    ranks: int = 1
+    threads: int = 1
+    multiplications: int = 4
+
+    @property
+    def rank_mib(self) -> int:
+        return max(1, self.mib // self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """A system: rows named ``names``, made by ``target`` ("module:Class") under ``python``."""
+
+    names: tuple[str, ...]
+    variants: tuple[str, ...]
+    target: str
+    memory: float
+    python: str = sys.executable
+
+    def need_mib(self, setting: Setting) -> int:
+        """Memory of all its processes."""
+        return int(self.memory * setting.mib) + 450 * setting.ranks
+
+
+class Crew:
+    """The ranks of one system. A context manager: leaving it ends all that runs and removes the directory."""
+
+    def __init__(self, spec: Spec, setting: Setting, work: Path, *, resumes: Crew | None = None, most_s: float = 300):
+        """``resumes``: a crew that was killed, with the same ``work``."""
+        self.spec, self.setting, self.work, self.most_s = spec, setting, work, most_s
+        self.resuming = resumes is not None
+        self.mark = resumes.mark if resumes is not None else uuid.uuid4().hex
+        self.step = 0
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Crew:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> Crew:
+        self.work.mkdir(parents=True, exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        setting = self.setting
+        cores = len(os.sched_getaffinity(0))
+        environment = os.environ | {
+            MARK: self.mark,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": str(max(1, cores // setting.ranks)),
+            "PYTHONWARNINGS": "ignore",
+        }
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+        for rank in range(setting.ranks):
+            words = [self.spec.python, str(HERE / "worker.py"), self.spec.target, "--work", str(self.work)]
+            words += ["--mib", str(setting.rank_mib), "--tensors", str(max(1, setting.tensors // setting.ranks))]
+            words += ["--threads", str(setting.threads), "--multiplications", str(setting.multiplications)]
+            words += ["--rank", str(rank), "--world", str(setting.ranks), "--timeout-s", str(self.most_s)]
+            words += ["--resuming"] * self.resuming
+            with open(self.log(rank), "a") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        words,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=log,
+                        env=environment,
+                        text=True,
+                        start_new_session=True,
+                    )
+                )
+        return self
+
+    def close(self) -> None:
+        """End all processes, helpers and daemons too, and remove what they kept in memory and on disk."""
+        self.kill()
+        for pid in marked(self.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+        if (self.work / "root").is_dir():
+            collect = "import sys; from ckpt_engine.cli import main; sys.exit(main())"
+            words = [sys.executable, "-c", collect, "gc", "--root", str(self.work / "root"), "--delete"]
+            subprocess.run(words, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60)
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def log(self, rank: int) -> Path:
+        return self.work / f"rank{rank}.log"
+
+    def next_step(self) -> int:
+        self.step += 1
+        return self.step
+
+    def ask(self, do: str, **more: Any) -> list[dict[str, Any]]:
+        """Give a command to all ranks; their answers. Raises NotRun with the reason, and nothing is left of it then."""
+        line = json.dumps({"do": do, **more}) + "\n"
+        try:
+            for process in self.processes:
+                assert process.stdin is not None
+                process.stdin.write(line)
+                process.stdin.flush()
+            answers = [self._answer(rank, do) for rank in range(len(self.processes))]
+        except (BrokenPipeError, NotRun) as error:
+            reason = str(error) if isinstance(error, NotRun) else f"it ended before {do}: {self._last_words(0)}"
+            self.kill()
+            raise NotRun(reason) from error
+        for answer in answers:
+            if not answer["ok"]:
+                self.kill()
+                raise NotRun(f"{do}: {answer['error']}")
+        return answers
+
+    def _answer(self, rank: int, do: str) -> dict[str, Any]:
+        stream = self.processes[rank].stdout
+        assert stream is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(stream, selectors.EVENT_READ)
+            if not selector.select(self.most_s):
+                raise NotRun(f"no answer to {do} within {self.most_s:.0f} s")
+        line = stream.readline()
+        if not line:
+            raise NotRun(f"it died in {do}: {self._last_words(rank)}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _last_words(self, rank: int) -> str:
+        lines = [line.strip() for line in self.log(rank).read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1][:300] if lines else "without a word"
+
+    def kill(self) -> None:
+        """SIGKILL to every rank and all of their descendants, as an out-of-memory killer or a scheduler would."""
+        for process in self.processes:
+            for pid in [process.pid, *descendants(process.pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def memory_mib(self) -> float:
+        """Proportional set sizes of all its processes: what they share, shared memory included, counts once."""
+        return sum(map(pss_kib, marked(self.mark))) / 1024
+
+    @contextlib.contextmanager
+    def watched(self, every_s: float = 0.05) -> Iterator[list[float]]:
+        """Samples of ``memory_mib`` while the block runs. Reading them disturbs: measure no times meanwhile."""
+        samples: list[float] = []
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.is_set():
+                samples.append(self.memory_mib())
+                over.wait(every_s)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield samples
+        finally:
+            over.set()
+            thread.join()
+
+
+def descendants(pid: int) -> list[int]:
+    """Of a process, by /proc."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError, ValueError):
+                parent = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(name))
+    found, open_ = [], [pid]
+    while open_:
+        below = children.get(open_.pop(), [])
+        found += below
+        open_ += below
+    return found
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that inherited ``MARK=mark``."""
+    wanted, found = f"{MARK}={mark}".encode(), []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError):
+                if wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                    found.append(int(name))
+    return found
+
+
+def pss_kib(pid: int) -> int:
+    """0 if it is gone."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1])
+    return 0
+
+
+def free_mib() -> int:
+    """Memory that could be used now, and the room in /dev/shm: the lesser of both."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            room = os.statvfs("/dev/shm")
+            return min(int(line.split()[1]) // 1024, room.f_bavail * room.f_frsize >> 20)
+    raise RuntimeError("no MemAvailable in /proc/meminfo")
+
+
+def settle() -> None:
+    """Nothing of what was measured before is still on its way to the disk."""
+    os.sync()
+    time.sleep(0.05)

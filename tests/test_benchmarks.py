@@ -1,0 +1,167 @@
+"""Every benchmark runs, with tiny states, and says what it measured in rows; no number is judged here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+Row = dict[str, Any]
+
+
+def bench(name: str, *words: object, cwd: Path, path: str = "", fails: bool = False) -> str:
+    """What a benchmark prints; it must end well, or not, as told."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    if path:
+        environment["PYTHONPATH"] = path
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), *map(str, words)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert (done.returncode != 0) is fails, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stderr if fails else done.stdout
+
+
+def rows_of(file: Path) -> list[Row]:
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()]
+    assert rows[0]["kind"] == "machine"
+    return rows
+
+
+def pick(rows: list[Row], **facts: object) -> list[Row]:
+    return [row for row in rows if all(row.get(key) == value for key, value in facts.items())]
+
+
+def test_stall_measures_kills_and_verifies_and_the_report_and_pictures_come_from_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "stall.json"
+    words = ["systems", "sizes", "--mib", 4, "--tensors", 4, "--repeats", 2, "--sweep-repeats", 1, "--sizes", 4]
+    printed = bench("stall", *words, "--only", "TorchSave", "--json", file, cwd=tmp_path)
+    rows = rows_of(file)
+    names = {row["system"] for row in pick(rows, kind="summary", part="systems")} - {"fio"}
+    ours = {f"ckpt_engine, {way}" for way in ("memory", "storage", "overlap, memory", "overlap, storage")}
+    raw = {"raw: memcpy", "raw: Tensor.copy_", "raw: bare kernel"}
+    assert names == ours | raw | {"torch.save", "torch.save + fsync"}
+    assert len(pick(rows, kind="save", part="systems")) == 2 * len(names)
+    assert {row["found"] for row in pick(rows, kind="verify")} == {"ok"}
+    assert {row["survives"] for row in pick(rows, kind="kill", system="ckpt_engine, storage")} == {True}
+    assert pick(rows, kind="pressed", system="ckpt_engine, storage")
+    assert {row["mib"] for row in pick(rows, kind="summary", part="sizes")} == {4}
+    for name in names:
+        assert name in printed
+    assert list(tmp_path.iterdir()) == [file]
+
+    readme, docs = tmp_path / "README.md", tmp_path / "performance.md"
+    for paper in (readme, docs):
+        paper.write_text("before\n<!-- performance -->\nold\n<!-- end of performance -->\nafter\n")
+    bench("report", file, "--readme", readme, "--docs", docs, cwd=tmp_path)
+    for paper in (readme, docs):
+        text = paper.read_text()
+        assert text.startswith("before\n<!-- performance -->\n") and text.endswith(
+            "<!-- end of performance -->\nafter\n"
+        )
+        assert "old" not in text and "torch.save + fsync" in text and rows[0]["cpu"] in text
+    if importlib.util.find_spec("matplotlib"):
+        drawn = bench("plots", file, "--plot", tmp_path / "pictures", cwd=tmp_path)
+        assert {Path(line).name for line in drawn.splitlines()} == {"stall.png", "steps.png", "sizes.png"}
+
+
+def test_two_ranks_scale_and_the_layouts_that_are_hard(tmp_path: Path) -> None:
+    file = tmp_path / "scale.json"
+    words = ["--mib", 4, "--ranks", 1, 2, "--tensors", 8, "--repeats", 2, "--many-tensors", 300]
+    bench("scale", *words, "--json", file, cwd=tmp_path)
+    rows = rows_of(file)
+    assert [row["ranks"] for row in pick(rows, kind="scale")] == [1, 2]
+    assert {row["layout"]: row["verdict"] for row in pick(rows, kind="summary", part="layouts")} == {
+        "300 tensors": "ok",
+        "200 files per rank": "ok",
+    }
+
+
+def test_steps_and_plan(tmp_path: Path) -> None:
+    bench("steps", "--mib", 4, "--tensors", 12, "--batch", 4, "--repeats", 2, "--json", tmp_path / "a", cwd=tmp_path)
+    ways = [row["way"] for row in pick(rows_of(tmp_path / "a"), kind="summary")]
+    assert ways == ["no save", "blocking", "overlap"]
+    bench("plan", "--tensors", 10, 100, "--repeats", 2, "--profile", "--json", tmp_path / "b", cwd=tmp_path)
+    assert [row["tensors"] for row in pick(rows_of(tmp_path / "b"), kind="summary")] == [10, 100]
+
+
+def test_a_state_that_does_not_fit_is_refused_with_numbers_before_anything_starts(tmp_path: Path) -> None:
+    told = bench("stall", "sizes", "--mib", 100_000_000, "--sizes", 100_000_000, cwd=tmp_path, fails=True)
+    assert "need" in told and "MiB may be used: give a smaller --mib" in told
+    assert "needs" in bench("steps", "--mib", 100_000_000, cwd=tmp_path, fails=True)
+
+
+LIARS = """
+from systems import System
+
+class Base(System):
+    def load(self, step):
+        return self.kept
+
+class Torn(Base):
+    "Copies the first half at once, and the rest when it is asked for."
+    def save(self, step):
+        self.kept = {name: tensor.clone() if n % 2 else tensor for n, (name, tensor) in enumerate(self.state.items())}
+
+class Late(Base):
+    "Copies nothing."
+    def save(self, step):
+        self.kept = self.state
+
+class Noise(Base):
+    def save(self, step):
+        self.kept = {name: tensor + 0.5 for name, tensor in self.state.items()}
+
+class Partial(Base):
+    def save(self, step):
+        self.kept = {name: tensor.clone() for name, tensor in list(self.state.items())[1:]}
+
+class Honest(Base):
+    def save(self, step):
+        self.kept = {name: tensor.clone() for name, tensor in self.state.items()}
+
+class Broken(Base):
+    def save(self, step):
+        raise ValueError("no such luck")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [("Torn", "torn"), ("Late", "older"), ("Noise", "wrong"), ("Partial", "wrong"), ("Honest", "ok")],
+)
+def test_the_worker_finds_states_that_are_not_what_was_saved(tmp_path: Path, kind: str, verdict: str) -> None:
+    (tmp_path / "liars.py").write_text(LIARS)
+    commands = [{"do": "make"}, {"do": "start"}, {"do": "save", "step": 1}, {"do": "verify", "step": 1}]
+    assert told(tmp_path, kind, commands)[-1]["found"] == verdict
+
+
+def test_a_system_that_raises_says_why_and_the_worker_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "liars.py").write_text(LIARS)
+    answers = told(tmp_path, "Broken", [{"do": "make"}, {"do": "start"}, {"do": "save", "step": 1}, {"do": "close"}])
+    assert [answer["ok"] for answer in answers] == [True, True, False, True]
+    assert answers[2]["error"] == "ValueError: no such luck"
+
+
+def told(tmp_path: Path, kind: str, commands: list[Row]) -> list[Row]:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "worker.py"), f"liars:{kind}", "--work", str(tmp_path), "--mib", "1"],
+        input="".join(json.dumps(command) + "\n" for command in commands),
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
