@@ -150,6 +150,11 @@ def saver_environment(package_parent: str) -> dict[str, str]:
     return keep
 
 
+def torch_load_has_orders() -> bool:
+    """True if variables of torch's own rule how ``torch.load`` may load."""
+    return any(os.environ.get(f"TORCH_FORCE_{what}_LOAD") for what in ("WEIGHTS_ONLY", "NO_WEIGHTS_ONLY"))
+
+
 def launched_world() -> int:
     """How many processes a launcher says there are; never an identity, only a reason to doubt that we are alone."""
     text = os.environ.get("WORLD_SIZE", "")

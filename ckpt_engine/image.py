@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
+import inspect
+import mmap
 import operator
+import pickle
 import reprlib
 import sys
 from array import array
 from collections.abc import Callable, Container, Iterator
 from itertools import repeat
-from mmap import MAP_PRIVATE, MAP_SHARED
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._weights_only_unpickler
 from torch import Tensor, UntypedStorage
 
+from ckpt_engine import config
 from ckpt_engine.errors import RestoreError, UnsupportedLeaf
 from ckpt_engine.pt_pickle import Layout, Survey, TwoTypes, survey
 from ckpt_engine.pt_zip import Archive
@@ -132,36 +135,36 @@ def plan(obj: object, name: str = "", cache: PlanCache | None = None) -> Image:
         raise UnsupportedLeaf(f"{where} ({kind}) cannot be saved, {advice}: {error}", path=where) from error
 
 
-def load(
-    path: str, *, map_location: Any = None, weights_only: bool = False, mmap: bool = True, own: bool = False
-) -> object:
-    """The object in a file that is verified: with ``mmap``, the tensors live in it.
+def load(memory: mmap.mmap, name: str, *, map_location: Any = None, weights_only: bool = False) -> object:
+    """The object in ``memory``, a whole file that is verified and nobody else's: its tensors live there and keep it.
 
-    ``own``: the file is nobody else's, so that what is written to the tensors may go there; else each page that is
-    written is copied, beside the file's own.
-
-    Raises RestoreError, naming the file, where torch.load cannot make sense of it here; OSError as it comes.
+    Raises RestoreError, naming the file ``name``, where torch cannot make sense of it here.
     """
     try:
-        with _mapped(MAP_SHARED if own else MAP_PRIVATE):
-            return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap)
-    except (OSError, MemoryError):
+        if not _CAN_LOAD_IN_PLACE or config.torch_load_has_orders():
+            return torch.load(memory, map_location=map_location, weights_only=weights_only)  # type: ignore[arg-type]
+        unpickler = torch._weights_only_unpickler if weights_only else pickle
+        whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        read: Any = torch.serialization._load
+        with torch.serialization._open_zipfile_reader(memory) as reader:  # type: ignore[arg-type]  # reads and seeks
+            return read(reader, map_location, unpickler, overall_storage=whole, encoding="utf-8")
+    except MemoryError:
         raise
     except Exception as error:
         hint = (
             "more than tensors and containers needs weights_only=False" if weights_only else "its classes must be here"
         )
-        raise RestoreError(f"{path} cannot be loaded ({hint}): {error}") from error
+        raise RestoreError(f"{name} cannot be loaded ({hint}): {error}") from error
 
 
-@contextlib.contextmanager
-def _mapped(flags: int) -> Iterator[None]:
-    before = torch.serialization.get_default_mmap_options()
-    torch.serialization.set_default_mmap_options(flags)
-    try:
-        yield
-    finally:
-        torch.serialization.set_default_mmap_options(before or MAP_PRIVATE)
+def _can_load_in_place() -> bool:
+    """True if torch has what its ``load(mmap=True)`` is made of; ``load`` maps a file, and ours is in memory."""
+    parts = (getattr(torch.serialization, "_load", None), getattr(torch.serialization, "_open_zipfile_reader", None))
+    return all(parts) and "overall_storage" in inspect.signature(torch.serialization._load).parameters
+
+
+_CAN_LOAD_IN_PLACE = _can_load_in_place()
+"""If not, ``torch.load`` copies every tensor once more."""
 
 
 def _plan(obj: object, cache: PlanCache | None) -> Image:

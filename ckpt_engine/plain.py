@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -191,16 +191,4 @@ class CheckpointEngine:
 
 
 def _load(source: Source, name: str, map_location: Any, weights_only: bool) -> object:
-    def load(path: str) -> object:
-        return image.load(path, map_location=map_location, weights_only=weights_only, own=True)
-
-    return read_with(source, name, load)
-
-
-def read_with(source: Source, name: str, load: Callable[[str], object]) -> object:
-    """``load(path)`` of a private, verified copy of ``name``; mapped tensors keep the copy alive."""
-    fd = source.fetch(name)
-    try:
-        return load(f"/proc/self/fd/{fd}")
-    finally:
-        os.close(fd)
+    return image.load(source.fetch(name), name, map_location=map_location, weights_only=weights_only)

@@ -92,7 +92,7 @@ class Source:
         self._storage = storage
         self._slots: dict[Key, tuple[Slot, int]] = {}
         self._remote: dict[Key, str] = {}
-        self._kept: dict[str, int] = {}
+        self._kept: dict[str, mmap.mmap] = {}
         here = {slot.name: slot for slot in slots}
         for held in candidate.held:
             if (slot := here.get(held.segment)) is not None:
@@ -113,25 +113,18 @@ class Source:
                     gone.add(entry.name)
         return gone
 
-    def fetch(self, name: str) -> int:
-        """A private, verified copy of ``name`` as a memory file (memfd); the caller closes the descriptor.
+    def fetch(self, name: str) -> mmap.mmap:
+        """A verified copy of ``name`` in memory of the caller's own.
 
         Raises Corrupt if the bytes are not what was saved, StorageError if they cannot be read.
         """
         if name in self._kept:
             return self._kept.pop(name)
         writer, entry = self._named(name)
-        fd = os.memfd_create("ckpt-restore", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, max(1, entry.nbytes))
-            with mmap.mmap(fd, max(1, entry.nbytes)) as memory:
-                self._check(name, entry, self._read((writer, name), entry, memory))
-            os.ftruncate(fd, entry.nbytes)
-        except BaseException:
-            os.close(fd)
-            raise
+        memory = mmap.mmap(-1, max(1, entry.nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._check(name, entry, self._read((writer, name), entry, memory))
         self.verified_bytes += entry.nbytes
-        return fd
+        return memory
 
     def keep(self, name: str, patience_s: float = 0.0) -> None:
         """Fetch ``name`` now, for a later ``fetch``. ``patience_s``: how long a missing file may still show up."""
@@ -148,8 +141,7 @@ class Source:
 
     def close(self) -> None:
         """Drop what was kept and nobody fetched, and the lease."""
-        while self._kept:
-            os.close(self._kept.popitem()[1])
+        self._kept.clear()
         if self.lease is not None:
             self.lease.close()
 

@@ -7,6 +7,7 @@ import copyreg
 import dataclasses
 import datetime
 import enum
+import gc
 import io
 import math
 import mmap
@@ -20,6 +21,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -45,6 +47,12 @@ pytestmark = [
     )
 ]
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)} - QUANTISED, key=str)
+
+
+def from_file(path: pathlib.Path, **how: Any) -> Any:
+    with path.open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return image.load(memory, path.name, **how)
 
 
 def to_bytes(obj: object, cache: image.PlanCache | None = None, *, base: int = 0) -> bytes:
@@ -573,7 +581,7 @@ def test_under_fake_tensors_the_offsets_of_the_file_are_right(
 
 def test_on_the_meta_device_it_loads_without_data(plain_file: tuple[dict[str, object], pathlib.Path]) -> None:
     state, path = plain_file
-    loaded = image.load(str(path), map_location="meta", weights_only=True)
+    loaded = from_file(path, map_location="meta", weights_only=True)
     assert loaded["w"].is_meta
     assert loaded["t"].stride() == state["t"].stride()
 
@@ -589,16 +597,41 @@ def test_unzip_finds_no_error_in_it(plain_file: tuple[dict[str, object], pathlib
 def test_load_gives_the_state_and_names_what_it_cannot_read(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "m.pt"
     path.write_bytes(to_bytes({"w": torch.ones(3), "f": Fragment(1, torch.zeros(1))}))
-    loaded = image.load(str(path))
-    loaded["w"] += 1  # mapped, but private
-    assert image.load(str(path), mmap=False)["w"].tolist() == [1, 1, 1]
+    loaded = from_file(path)
+    assert loaded["w"].tolist() == [1, 1, 1]
     with pytest.raises(RestoreError, match=r"m\.pt cannot be loaded .*weights_only=False"):
-        image.load(str(path), weights_only=True)
+        from_file(path, weights_only=True)
     path.write_bytes(b"PK\x03\x04 no zip at all")
     with pytest.raises(RestoreError, match=r"m\.pt"):
-        image.load(str(path))
-    with pytest.raises(FileNotFoundError):
-        image.load(str(tmp_path / "missing.pt"))
+        from_file(path)
+
+
+def test_what_is_loaded_lives_in_the_memory_it_was_read_into_and_keeps_it() -> None:
+    data = to_bytes({"w": torch.arange(300.0)})
+    memory = mmap.mmap(-1, len(data), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[:] = data
+    start = _C.address_of(memory)
+    loaded: Any = image.load(memory, "m.pt")
+    assert start <= loaded["w"].data_ptr() < start + len(data)
+    del memory
+    gc.collect()
+    assert loaded["w"].tolist() == list(range(300))
+
+
+@pytest.mark.parametrize("reason", ["an older torch", "WEIGHTS_ONLY", "NO_WEIGHTS_ONLY"])
+def test_where_torch_has_orders_or_lacks_the_parts_it_loads_by_itself(
+    reason: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.pt"
+    path.write_bytes(to_bytes({"w": torch.ones(3), "f": Fragment(1, torch.zeros(1))}))
+    monkeypatch.setattr(image, "_CAN_LOAD_IN_PLACE", reason != "an older torch")
+    monkeypatch.setenv(f"TORCH_FORCE_{reason}_LOAD", "1")
+    if reason == "WEIGHTS_ONLY":
+        with pytest.raises(RestoreError, match="cannot be loaded"):
+            from_file(path)
+    else:
+        loaded: Any = from_file(path)
+        assert loaded["w"].tolist() == [1, 1, 1]
 
 
 # --- the zip itself ----------------------------------------------------------------------------------------------
@@ -666,7 +699,7 @@ def test_records_and_offsets_beyond_4_gib_use_zip64(tmp_path: pathlib.Path) -> N
         version, *fields = struct.unpack("<4xH8xIIIHH", file.read(30))
         assert (version, fields[:3]) == (45, [big_crc, 0xFFFFFFFF, 0xFFFFFFFF])
         assert struct.unpack("<HHQQ", file.read(fields[3] + 20)[fields[3] :]) == (1, 16, n, n)
-    loaded = image.load(str(path))
+    loaded = from_file(path)
     assert loaded["after"].tolist() == [0, 1, 2, 3, 4]
     assert (len(loaded["big"]), loaded["big"][-1].item(), loaded["n"]) == (n, 0, n)
     if shutil.which("unzip"):

@@ -12,10 +12,8 @@ import pytest
 import torch
 from fuzzing import examples
 from hypothesis import HealthCheck, given, settings
-from test_image import Fragment, Stage, assert_equal, pools, to_bytes, torch_bytes, trees
+from test_image import Fragment, Stage, assert_equal, from_file, pools, to_bytes, torch_bytes, trees
 from torch.utils.serialization import config as serialization_config
-
-from ckpt_engine import image
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in ("ComplexHalf", "TypedStorage is deprecated")]
 MODES = list(itertools.product((False, True), repeat=3))  # mmap, weights_only, calculate_storage_offsets
@@ -87,8 +85,8 @@ def test_what_is_loaded_and_saved_again_is_the_same_once_more(folder: pathlib.Pa
     path = folder / "once.pt"
     path.unlink(missing_ok=True)
     path.write_bytes(to_bytes(state))
-    loaded = image.load(str(path))
+    loaded = from_file(path)
     path.unlink()
     again = to_bytes(loaded)
     path.write_bytes(again)
-    assert_equal(loaded, image.load(str(path), mmap=False))
+    assert_equal(loaded, from_file(path))

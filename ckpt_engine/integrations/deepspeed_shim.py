@@ -14,7 +14,6 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import ConfigError, RestoreError
 from ckpt_engine.events import log, warn_once
 from ckpt_engine.overlap import Everything, storages, tensors_of
-from ckpt_engine.plain import read_with
 from ckpt_engine.source import Source
 from ckpt_engine.staging import Blob, Planned
 from ckpt_engine.storage.base import Storage
@@ -68,7 +67,7 @@ class Loading:
 
     def load(self, path: str, map_location: Any) -> Any:
         name = name_below(self._folder, path)
-        return read_with(self._source, name, lambda copy: image.load(copy, map_location=map_location, own=True))
+        return image.load(self._source.fetch(name), name, map_location=map_location)
 
 
 class Shim:
@@ -144,7 +143,9 @@ def placeholders(source: Source, folder: str, *, filled: bool) -> Iterator[None]
             path = Path(folder, tag, name)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if filled:
-                descriptors.append(source.fetch(name))
+                descriptors.append(os.memfd_create("ckpt-restore", os.MFD_CLOEXEC))
+                with open(descriptors[-1], "wb", closefd=False) as file:
+                    file.write(memoryview(source.fetch(name))[: source.candidate.named(name)[1].nbytes])
                 path.symlink_to(f"/proc/self/fd/{descriptors[-1]}")
             else:
                 path.touch()

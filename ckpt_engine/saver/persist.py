@@ -201,7 +201,7 @@ def each(tasks: Iterable[Callable[[], None]], *, at_once: int) -> None:
                 task = waiting.popleft()
                 try:
                     task()
-                except BaseException as error:
+                except BaseException as error:  # raised below, in the thread that asked
                     errors.append(error)
 
     helpers = [threading.Thread(target=work, name="writer", daemon=True) for _ in range(min(at_once, len(waiting)) - 1)]

@@ -8,7 +8,6 @@ processes, and reads every byte; ``served`` does what the next saver does.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Callable
@@ -122,9 +121,7 @@ def restored(root: Path, step: int | None = None) -> tuple[int, tuple[str, ...]]
     try:
         attempt = source.candidate.attempt
         for name in FILES[0]:
-            fd = source.fetch(name)
-            assert os.pread(fd, 1 << 16, 0) == content(attempt, name), f"{name} of {attempt.tag} is not what was saved"
-            os.close(fd)
+            assert source.fetch(name)[:] == content(attempt, name), f"{name} of {attempt.tag} is not what was saved"
         return attempt.step, skipped
     finally:
         source.close()

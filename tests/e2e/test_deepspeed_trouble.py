@@ -387,27 +387,3 @@ def test_training_after_a_restore_changes_neither_snapshots_nor_files(lab: Lab, 
         assert answer["same"] and answer["source"] == source and answer["grown_kib"] < 4096
     assert committed(lab.root) == {"global_step3": 3}
     team.leave()
-
-
-def scene_pages(rank: Member) -> dict[str, Any]:
-    """Load 64 MB as restore does, write to all of it, and see what that costs beside the file itself."""
-    import torch
-
-    from ckpt_engine import image
-
-    def anonymous_kib() -> int:
-        with open("/proc/self/smaps_rollup") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("Pss_Anon"))
-
-    path = os.path.join(rank.me.dir, f"large-{rank.me.rank}.pt")
-    torch.save({"w": torch.zeros(16_000_000)}, path)
-    before = anonymous_kib()
-    loaded: Any = image.load(path, own=True)
-    loaded["w"] += 1
-    return {"anonymous_kib": anonymous_kib() - before}
-
-
-def test_writing_to_restored_tensors_copies_no_page(lab: Lab) -> None:
-    team = Team(lab, world=1)
-    assert team.run(scene_pages)[0]["anonymous_kib"] < 8192
-    team.end()
