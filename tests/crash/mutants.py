@@ -190,8 +190,8 @@ for entry in manifest.files():
 """
 
 SWAPS = [
-    ("storage.base", "_through_temp", "sync of the directory before the rename",
-     exchanged("storage.sync_dir(folder)", "try:")),
+    ("storage.base", "write_durably", "sync of the directory before the rename",
+     exchanged("_renamed(", "storage.sync_dir(")),
     ("storage.base", "create_exclusive", "link before the bytes are written",
      exchanged("storage.write_new(temp, data)", "storage.link(temp, path)")),
     ("storage.base", "make_dirs", "sync of the parent before the directory is made",
@@ -200,7 +200,9 @@ SWAPS = [
      both(_replaced("self._committer.ledger.claim(header)", ""),
           inserted("self._committer.ledger.claim(header)", "slot.reset_progress()"))),
     ("saver.persist", "Writer._write", "shard record before the files (2)",
-     inserted(_RECORD_FIRST, "for file in header.files")),
+     inserted(_RECORD_FIRST, "each(")),
+    ("commit", "write_shard_record", "shard record before the names of its files are synced (2)",
+     exchanged("sync_dirs_of(", "write_durably(")),
     ("saver.persist", "Writer._write", "receipt before the shard record (2, 3)",
      _replaced("commit.write_shard_record(storage", _RECEIPT_FIRST)),
     ("commit", "_write_manifest", "manifest before the tombstone (4)",

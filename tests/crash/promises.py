@@ -6,9 +6,9 @@ import errno
 from collections.abc import Callable
 from typing import Any
 
-from disk_model import Killed, Watched, attempt_of, content, refuse
+from disk_model import Killed, Watched, attempt_of, content, refuse, write_shard
 
-from ckpt_engine import commit, runs, settle
+from ckpt_engine import commit, disk_names, runs, settle
 from ckpt_engine.storage.base import create_exclusive, make_dirs, write_durably, write_range
 
 from .checks import Broken, require
@@ -69,6 +69,10 @@ def holds(path: str, *allowed: bytes | None) -> Look:
     return lambda disk: disk.read_small(path, 1 << 20) in allowed
 
 
+def all_of(*looks: Look) -> Look:
+    return lambda disk: all(look(disk) for look in looks)
+
+
 def without_links(disk: FaultDisk) -> Any:
     def no_links(verb: str, args: tuple[Any, ...]) -> None:
         if verb == "link":
@@ -79,6 +83,9 @@ def without_links(disk: FaultDisk) -> Any:
 
 PLAIN = tuple(f"{ROOT}/global_step20/{name}" for name in ("sub/dir/a.pt", "sub/b.pt", "zero_1_optim_states.pt"))
 NEW = b"the new one"
+SHARD = ("a.pt", "sub/dir/b.pt")
+SHARDS = all_of(*(holds(commit.attempt_path(ROOT, ATTEMPT, name), content(ATTEMPT, name)) for name in SHARD))
+RECORD = commit.attempt_path(ROOT, ATTEMPT, disk_names.shard_record(0))
 PROMISES: dict[str, tuple[Callable[[], FaultDisk], Act, Look, Look]] = {
     "write_durably_leaves_the_old_or_the_new": (
         rooted(), lambda d: write_durably(d, f"{ROOT}/x", NEW),
@@ -109,6 +116,10 @@ PROMISES: dict[str, tuple[Callable[[], FaultDisk], Act, Look, Look]] = {
     "seal_external_makes_bytes_and_every_name_on_the_way_durable": (
         external, lambda d: commit.seal_external(d, ROOT, ATTEMPT, "sub/dir/a.pt"),
         lambda d: True, holds(f"{TAG}/sub/dir/a.pt", content(ATTEMPT, "a")),
+    ),
+    "a_shard_record_names_only_what_is_durable": (
+        rooted("tag"), lambda d: write_shard(d, ROOT, ATTEMPT, 0, SHARD, world=1),
+        lambda d: d.find(RECORD) is None or SHARDS(d), lambda d: d.find(RECORD) is not None and SHARDS(d),
     ),
     "claim_run_leaves_nothing_or_the_claim": (
         rooted(), lambda d: runs.claim_run(d, ROOT, runs.RunClaim(1, "0" * 16, None, 1, 0)),
