@@ -248,18 +248,18 @@ class Checkpointer:
 
     def pin(self, step: int, reason: str) -> None:
         """Keep the newest checkpoint of ``step``, committed or on its way here. Raises NotFound, StorageError."""
-        pins.pin(self.storage, self._folders(step)[0], reason)
+        pins.pin(self.storage, self._pinnable(step)[-1], reason)
 
     def unpin(self, step: int) -> None:
         """Retention may remove the checkpoints of ``step`` again. Raises NotFound, StorageError."""
-        for folder in self._folders(step):
-            pins.unpin(self.storage, folder)
+        for target in self._pinnable(step):
+            pins.unpin(self.storage, target.folder)
 
-    def _folders(self, step: int) -> list[str]:
+    def _pinnable(self, step: int) -> list[pins.Target]:
         self._require_open()
         self.settle()
         number = whole("step", step, 0, MAX_STEP)
-        return pins.folders_of(self.storage, self.root, self.root_id, number, self.outbox.flying())
+        return pins.of_step(self.storage, self.root, self.root_id, number, self.outbox.in_flight())
 
     # -- restore -------------------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ def _pin(args: argparse.Namespace) -> int:
     from ckpt_engine import pins
     from ckpt_engine.storage.posix import PosixStorage
 
-    pins.pin(PosixStorage(), pins.folder_of(PosixStorage(), os.path.realpath(args.root), args.tag), args.reason)
+    pins.pin(PosixStorage(), pins.by_tag(PosixStorage(), os.path.realpath(args.root), args.tag), args.reason)
     return 0
 
 
@@ -108,7 +108,7 @@ def _unpin(args: argparse.Namespace) -> int:
     from ckpt_engine import pins
     from ckpt_engine.storage.posix import PosixStorage
 
-    if not pins.unpin(PosixStorage(), pins.folder_of(PosixStorage(), os.path.realpath(args.root), args.tag)):
+    if not pins.unpin(PosixStorage(), pins.by_tag(PosixStorage(), os.path.realpath(args.root), args.tag).folder):
         _say(f"{args.tag} was not pinned")
     return 0
 

@@ -111,9 +111,6 @@ class Handle:
         self.reported = True
         raise self._end or CkptError("no outcome")
 
-    def failed(self) -> bool:
-        return self.done() and isinstance(self._end, CkptError)
-
     def trouble(self) -> CkptError | None:
         """The failure of this save, if it failed and nobody was told; does not block."""
         if self.reported or not self.done() or not isinstance(self._end, CkptError):
@@ -177,9 +174,9 @@ class Outbox:
         if handle not in self._handles:
             self._handles.append(handle)
 
-    def flying(self) -> list[tuple[Attempt, str]]:
-        """(attempt, commit directory) of the saves that have not failed, as far as is known."""
-        return [(one.staged.attempt, one.path) for one in self._handles if not one.failed()]
+    def in_flight(self) -> list[tuple[Attempt, str]]:
+        """(attempt, commit directory) of the saves that have no outcome, as far as is known."""
+        return [(one.staged.attempt, one.path) for one in self._handles if not one.done()]
 
     def report(self, on_error: str, fresh: Handle | None = None) -> None:
         """Tell of saves that failed since the last call: a warning, or the first one's exception (``on_error``).

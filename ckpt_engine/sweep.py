@@ -7,6 +7,7 @@ can finish. Names that are not ours, and files no manifest of ours named, are ne
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -14,10 +15,10 @@ from dataclasses import dataclass, field
 from ckpt_engine import disk_names, runs
 from ckpt_engine.disk_names import AttemptName
 from ckpt_engine.errors import Corrupt, StorageError
-from ckpt_engine.listing import in_tag, list_committed, paths_of, read_manifest_at, tag_dirs
+from ckpt_engine.listing import in_tag, list_committed, open_path, paths_of, read_manifest_at, tag_dirs
 from ckpt_engine.manifest import Committed, Manifest
 from ckpt_engine.settle import buried, names_of_peers, parents_of, roll_forward
-from ckpt_engine.storage.base import Storage, remove_tree
+from ckpt_engine.storage.base import NO_LINKS, Storage, remove_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,9 @@ class Removal:
 def remove_checkpoint(storage: Storage, committed: Committed) -> Removal:
     """Un-commit a checkpoint, then remove its files; idempotent, by any number of savers at once.
 
-    Does nothing if the manifest names another attempt meanwhile, or a later one is on its way under this tag.
+    Does nothing if it is pinned, the manifest names another attempt meanwhile, or a later one is on its way under this
+    tag. Whoever pins writes the pin and looks for the manifest; here the manifest goes and then comes a look for a pin:
+    of two at once, one sees the other.
     REQUIRES: the caller writes no receipt for this tag while it runs.
 
     After a crash: still committed, or a tombstone that ``sweep`` follows up.
@@ -41,13 +44,17 @@ def remove_checkpoint(storage: Storage, committed: Committed) -> Removal:
     grave = os.path.join(folder, disk_names.tombstone(manifest.attempt.id, manifest.node))
     names = storage.list_dir(folder)
     coming = [name for entry in names if (name := disk_names.parse_attempt_dir(entry.name)) is not None]
-    if any(name.order > committed.order for name in coming) or not _is_still(storage, path, manifest):
+    wanted = any(name.order > committed.order for name in coming) or disk_names.PIN in [entry.name for entry in names]
+    if wanted or not _is_still(storage, path, manifest):
         return Removal(False, tuple(entry.name for entry in names))
     try:
         storage.rename(path, grave)
     except StorageError:
         if storage.size(path) is not None:
             raise
+    if disk_names.PIN in [entry.name for entry in storage.list_dir(folder)] and _is_whole(storage, committed):
+        _take_back(storage, grave, path)
+        return Removal(False)
     return _bury(storage, folder, grave)
 
 
@@ -183,6 +190,26 @@ def _is_still(storage: Storage, path: str, manifest: Manifest) -> bool:
     except Corrupt:
         return False
     return now is None or now.attempt == manifest.attempt
+
+
+def _is_whole(storage: Storage, committed: Committed) -> bool:
+    """False: another saver has begun to remove its files."""
+    files = [entry for entry in committed.manifest.files() if entry.origin != "tool"]
+    found = [(open_path(storage, committed, entry), entry.nbytes) for entry in files]
+    return all(path is not None and storage.size(path) == nbytes for path, nbytes in found)
+
+
+def _take_back(storage: Storage, grave: str, path: str) -> None:
+    """A manifest again, unless there is another one; after a crash it is that or a tombstone."""
+    try:
+        storage.link(grave, path)
+    except StorageError as error:
+        if error.errno in NO_LINKS:
+            storage.rename(grave, path)
+        elif error.errno != errno.EEXIST:
+            raise
+    else:
+        storage.unlink(grave)
 
 
 def _bury(storage: Storage, folder: str, grave: str) -> Removal:

@@ -193,7 +193,10 @@ class Ledger:
             kept = retention.kept_bytes(committed, policy, root_id=root_id)
             if policy.max_bytes is not None and kept > policy.max_bytes:
                 what = f"max_bytes={policy.max_bytes} cannot be met in {root}: what has to stay takes {kept} bytes"
-                warn_once(f"max_bytes {root}", f"{what}. Unpin, keep less, or allow more; nothing is removed for it")
+                warn_once(
+                    f"max_bytes {policy.max_bytes} {root}",
+                    f"{what}. Unpin, keep less, or allow more; nothing is removed for it",
+                )
             sweep.sweep(
                 storage,
                 root,
