@@ -125,8 +125,6 @@ class Checkpointer:
             self._confirmed, given = agree_on_confirmed(self.storage, self.group, self.place, self.root, given)
         try:
             attempt = self._attempt(step, tag)
-            if problem is not None:
-                raise problem
         except ConfigError as error:
             order = (self.claim.generation, self._seq)
             self.link.say(entered=order, label=b"", outcome="failed", reason=str(error)[:500], errno=0)
@@ -137,6 +135,9 @@ class Checkpointer:
         if not self.saved:
             leave_other_lines(self.storage, self.root, self.buffers, self.claim)
         self.link.say(entered=attempt.order, label=self.header(entry, ()).pack(), outcome="filling", reason="", errno=0)
+        if problem is not None:
+            self.fail(entry, problem)
+            raise problem
         return entry
 
     def _attempt(self, step: int, tag: str) -> Attempt:

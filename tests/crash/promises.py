@@ -8,7 +8,7 @@ from typing import Any
 
 from disk_model import Killed, Watched, attempt_of, content, refuse
 
-from ckpt_engine import commit, runs, settle
+from ckpt_engine import commit, disk_names, pins, runs, settle
 from ckpt_engine.storage.base import create_exclusive, make_dirs, write_durably, write_range
 
 from .checks import Broken, require
@@ -79,6 +79,7 @@ def without_links(disk: FaultDisk) -> Any:
 
 PLAIN = tuple(f"{ROOT}/global_step20/{name}" for name in ("sub/dir/a.pt", "sub/b.pt", "zero_1_optim_states.pt"))
 NEW = b"the new one"
+PIN = f"{ROOT}/{BEFORE.tag}/{disk_names.PIN}"
 PROMISES: dict[str, tuple[Callable[[], FaultDisk], Act, Look, Look]] = {
     "write_durably_leaves_the_old_or_the_new": (
         rooted(), lambda d: write_durably(d, f"{ROOT}/x", NEW),
@@ -115,6 +116,15 @@ PROMISES: dict[str, tuple[Callable[[], FaultDisk], Act, Look, Look]] = {
         lambda d: len(runs.read_runs(d, ROOT)) == (d.find(f"{ROOT}/.run-1") is not None),
         has(f"{ROOT}/.run-1"),
     ),
+    "pin_leaves_nothing_or_the_pin_and_is_durable": (
+        lambda: prepared().disk, lambda d: pins.pin(d, pins.by_tag(d, ROOT, BEFORE.tag), "why"),
+        lambda d: pins.reason_of(d, f"{ROOT}/{BEFORE.tag}") == ("why" if d.find(PIN) is not None else ""),
+        lambda d: pins.reason_of(d, f"{ROOT}/{BEFORE.tag}") == "why",
+    ),
+    "unpin_is_durable": (
+        lambda: pinned(), lambda d: pins.unpin(d, f"{ROOT}/{BEFORE.tag}"),
+        lambda d: True, lambda d: d.find(PIN) is None,
+    ),
     "roll_forward_makes_links_of_another_saver_durable": (
         unsettled, lambda d: settle.roll_forward(d, ROOT, "global_step20"), lambda d: True, has(*PLAIN),
     ),
@@ -131,6 +141,12 @@ def latest_unsynced() -> FaultDisk:
     disk = disk.settled()
     disk.write_new(f"{ROOT}/latest", b"global_step10")
     return disk
+
+
+def pinned() -> FaultDisk:
+    disk = prepared().disk
+    pins.pin(disk, pins.by_tag(disk, ROOT, BEFORE.tag), "why")
+    return disk.settled()
 
 
 def keep_promise(name: str) -> Tally:
