@@ -55,8 +55,9 @@ def pin(storage: Storage, target: Target, reason: str) -> None:
         if is_missing(error):
             raise NotFound(f"{folder} was removed: there is nothing to pin") from error
         raise
+    # Retention that comes later sees the pin; here is a look whether it was faster.
     if target.committed and not any(disk_names.is_manifest(entry.name) for entry in storage.list_dir(folder)):
-        unpin(storage, folder)  # retention was faster; had it come later, it would have seen the pin
+        storage.unlink(os.path.join(folder, disk_names.PIN))
         raise NotFound(f"{folder} was removed meanwhile: there is nothing to pin")
 
 

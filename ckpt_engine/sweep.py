@@ -33,8 +33,8 @@ def remove_checkpoint(storage: Storage, committed: Committed) -> Removal:
     """Un-commit a checkpoint, then remove its files; idempotent, by any number of savers at once.
 
     Does nothing if it is pinned, the manifest names another attempt meanwhile, or a later one is on its way under this
-    tag. Whoever pins writes the pin and looks for the manifest; here the manifest goes and then comes a look for a pin:
-    of two at once, one sees the other.
+    tag. Whoever pins writes the pin, then looks for the manifest; here the manifest goes, then comes a look for a pin: of
+    two at once, one sees the other.
     REQUIRES: the caller writes no receipt for this tag while it runs.
 
     After a crash: still committed, or a tombstone that ``sweep`` follows up.
@@ -52,9 +52,6 @@ def remove_checkpoint(storage: Storage, committed: Committed) -> Removal:
     except StorageError:
         if storage.size(path) is not None:
             raise
-    if disk_names.PIN in [entry.name for entry in storage.list_dir(folder)] and _is_whole(storage, committed):
-        _take_back(storage, grave, path)
-        return Removal(False)
     return _bury(storage, folder, grave)
 
 
@@ -192,15 +189,16 @@ def _is_still(storage: Storage, path: str, manifest: Manifest) -> bool:
     return now is None or now.attempt == manifest.attempt
 
 
-def _is_whole(storage: Storage, committed: Committed) -> bool:
-    """False: another saver has begun to remove its files."""
-    files = [entry for entry in committed.manifest.files() if entry.origin != "tool"]
-    found = [(open_path(storage, committed, entry), entry.nbytes) for entry in files]
-    return all(path is not None and storage.size(path) == nbytes for path, nbytes in found)
+def _is_whole(storage: Storage, folder: str, manifest: Manifest, names: Collection[str]) -> bool:
+    """False: its files have begun to go, or what lies under their names may be of another checkpoint."""
+    files = [entry for entry in manifest.files() if entry.origin != "tool"]
+    found = [(open_path(storage, Committed(manifest, folder), entry), entry.nbytes) for entry in files]
+    alone = sum(disk_names.parse_tombstone(name) is not None for name in names) == 1
+    return alone and all(path is not None and storage.size(path) == nbytes for path, nbytes in found)
 
 
 def _take_back(storage: Storage, grave: str, path: str) -> None:
-    """A manifest again, unless there is another one; after a crash it is that or a tombstone."""
+    """A manifest again, unless there is another one. After a crash: that, or a tombstone that will come back."""
     try:
         storage.link(grave, path)
     except StorageError as error:
@@ -210,11 +208,19 @@ def _take_back(storage: Storage, grave: str, path: str) -> None:
             raise
     else:
         storage.unlink(grave)
+    storage.sync_dir(os.path.dirname(path))
 
 
 def _bury(storage: Storage, folder: str, grave: str) -> Removal:
-    """Remove the files a tombstone names, the attempt's directory, the tombstone, and the directory if it is empty."""
+    """Remove the files a tombstone names, the attempt's directory, the tombstone, and the directory if it is empty.
+
+    But if it was pinned in the instant at which its manifest went, that comes back.
+    """
     manifest = buried(storage, grave)
+    names = [entry.name for entry in storage.list_dir(folder)]
+    if manifest is not None and disk_names.PIN in names and _is_whole(storage, folder, manifest, names):
+        _take_back(storage, grave, os.path.join(folder, disk_names.manifest(manifest.node)))
+        return Removal(False, tuple(names))
     done = manifest is None or _remove_files(storage, folder, manifest)
     if manifest is not None and done:
         storage.unlink(grave)

@@ -165,6 +165,27 @@ def test_a_pin_set_while_retention_removes_that_one_holds_or_is_refused(
         assert "tag1" not in tags(root) and not os.path.exists(f"{root}/tag1")
 
 
+def test_one_that_was_pinned_while_its_remover_was_killed_comes_back_whole(root: str) -> None:
+    pins.pin(disk, pins.by_tag(disk, root, "tag1"), "")
+    one = the(root, "tag1")
+    os.rename(f"{root}/tag1/MANIFEST.json", f"{root}/tag1/{disk_names.tombstone(one.manifest.attempt.id)}")
+    recover(disk, root)
+    assert tags(root) == ["tag3", "tag2", "tag1"] and the(root, "tag1").pinned
+    assert not [name for name in os.listdir(f"{root}/tag1") if name.startswith(".removed")]
+
+
+def test_a_pin_brings_the_newest_of_its_tag_back_and_no_older_one(root: str) -> None:
+    pins.pin(disk, pins.by_tag(disk, root, "tag1"), "")
+    older = the(root, "tag1").manifest
+    save(root, 4, "tag1")
+    newer = the(root, "tag1").manifest
+    for manifest in (older, newer):
+        Path(root, "tag1", disk_names.tombstone(manifest.attempt.id)).write_bytes(manifest.to_bytes())
+    os.unlink(f"{root}/tag1/MANIFEST.json")
+    recover(disk, root)
+    assert tags(root) == ["tag1", "tag3", "tag2"] and the(root, "tag1").manifest == newer
+
+
 def test_a_pin_seen_too_late_is_not_taken_for_a_whole_checkpoint(root: str) -> None:
     """Another saver has begun to remove the files."""
     listed = []

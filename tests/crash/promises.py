@@ -8,7 +8,7 @@ from typing import Any
 
 from disk_model import Killed, Watched, attempt_of, content, refuse
 
-from ckpt_engine import commit, disk_names, pins, runs, settle
+from ckpt_engine import commit, disk_names, listing, pins, runs, settle, sweep
 from ckpt_engine.storage.base import create_exclusive, make_dirs, write_durably, write_range
 
 from .checks import Broken, require
@@ -125,6 +125,10 @@ PROMISES: dict[str, tuple[Callable[[], FaultDisk], Act, Look, Look]] = {
         lambda: pinned(), lambda d: pins.unpin(d, f"{ROOT}/{BEFORE.tag}"),
         lambda d: True, lambda d: d.find(PIN) is None,
     ),
+    "what_was_pinned_as_it_went_is_back_and_durable": (
+        lambda: prepared().disk, lambda d: pinned_as_it_goes(d),
+        lambda d: True, lambda d: [one.pinned for one in listing.list_committed(d, ROOT).committed] == [True],
+    ),
     "roll_forward_makes_links_of_another_saver_durable": (
         unsettled, lambda d: settle.roll_forward(d, ROOT, "global_step20"), lambda d: True, has(*PLAIN),
     ),
@@ -147,6 +151,17 @@ def pinned() -> FaultDisk:
     disk = prepared().disk
     pins.pin(disk, pins.by_tag(disk, ROOT, BEFORE.tag), "why")
     return disk.settled()
+
+
+def pinned_as_it_goes(disk: FaultDisk) -> None:
+    """The manifest has just become a tombstone."""
+    left = [pins.by_tag(disk, ROOT, BEFORE.tag)._replace(committed=False)]
+
+    def pin(verb: str, args: tuple[Any, ...]) -> None:
+        if verb == "read_small" and disk_names.tombstone(BEFORE.id) in args[0] and left:
+            pins.pin(disk, left.pop(), "")
+
+    sweep.remove_checkpoint(Watched(disk, pin), listing.list_committed(disk, ROOT).committed[0])
 
 
 def keep_promise(name: str) -> Tally:
