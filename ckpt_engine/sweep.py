@@ -33,8 +33,8 @@ def remove_checkpoint(storage: Storage, committed: Committed) -> Removal:
     """Un-commit a checkpoint, then remove its files; idempotent, by any number of savers at once.
 
     Does nothing if it is pinned, the manifest names another attempt meanwhile, or a later one is on its way under this
-    tag. Whoever pins writes the pin, then looks for the manifest; here the manifest goes, then comes a look for a pin: of
-    two at once, one sees the other.
+    tag. Whoever pins writes the pin, then looks for the manifest; here the manifest goes, then comes a look for a pin:
+    of two at once, one sees the other.
     REQUIRES: the caller writes no receipt for this tag while it runs.
 
     After a crash: still committed, or a tombstone that ``sweep`` follows up.
