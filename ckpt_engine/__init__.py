@@ -3,12 +3,13 @@
 The map of the house (imports go down only)::
 
     5  cli  integrations/{deepspeed,deepspeed_shim}               |  saver/__main__
-    4  plain  checkpointer  saving  handles                       |  saver/{server,endings}
+    4  plain  face  checkpointer  saving  handles                 |  saver/{server,endings}
     3  restore  source  agreement  group  buffers  overlap        |  saver/{persist,committer,ledger}
        staging  device  link                                      |  saver/{outcomes,peers,stalls}
     2  image  pt_pickle  pt_zip  slots  messages  budget
-       commit  settle  sweep  listing  runs  reading  storage/{base,posix}
-    1  names  disk_names  config  errors  events  waits  locks  shm  states  control  record  manifest  retention
+       commit  settle  sweep  listing  pins  runs  reading  storage/{base,posix}
+    1  names  disk_names  config  errors  events  waits  locks  shm  states  control  record  metrics  manifest
+       retention
     0  _C  (csrc)
 
 The trainer's stair is on the left, the saver's on the right of the bar; they meet on the floors below.
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ckpt_engine.integrations.deepspeed import attach as attach
     from ckpt_engine.plain import CheckpointEngine as CheckpointEngine
     from ckpt_engine.restore import RestoreReport as RestoreReport
+    from ckpt_engine.retention import Retention as Retention
 
 _HOMES = {
     "attach": "ckpt_engine.integrations.deepspeed",
@@ -37,11 +39,12 @@ _HOMES = {
     "Handle": "ckpt_engine.handles",
     "Published": "ckpt_engine.handles",
     "RestoreReport": "ckpt_engine.restore",
+    "Retention": "ckpt_engine.retention",
     "SaverOptions": "ckpt_engine.config",
     "Staged": "ckpt_engine.handles",
 }
 
-__all__ = ["CheckpointEngine", "Handle", "Published", "RestoreReport", "SaverOptions", "Staged", "attach"]
+__all__ = ["CheckpointEngine", "Handle", "Published", "RestoreReport", "Retention", "SaverOptions", "Staged", "attach"]
 
 
 def __getattr__(name: str) -> Any:

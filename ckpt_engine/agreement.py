@@ -12,6 +12,7 @@ from ckpt_engine.errors import CkptError, ConfigError, StorageError
 from ckpt_engine.events import log
 from ckpt_engine.group import Group, Place, together
 from ckpt_engine.manifest import Attempt, RunClaim
+from ckpt_engine.metrics import Metric
 from ckpt_engine.slots import Header
 from ckpt_engine.states import LEASED, Order, State
 from ckpt_engine.storage.base import Storage
@@ -93,8 +94,13 @@ def agree_on_run(
     return RunClaim(1 + highest, told[0][1], resumed_from, group.world, told[0][2])
 
 
-def agree_on_confirmed(storage: Storage, group: Group, place: Place, root: str) -> Order | None:
-    """Node-local roots: the newest attempt that every node has committed, as far as this save knows. Collective."""
+def agree_on_confirmed(
+    storage: Storage, group: Group, place: Place, root: str, metrics: tuple[Metric, ...]
+) -> tuple[Order | None, tuple[Metric, ...]]:
+    """Node-local roots: the newest attempt that every node has committed, as far as this save knows. Collective.
+
+    And the ``metrics`` of rank 0, so that every node judges by the same.
+    """
     mine: Order | None = None
     if place.leader:
         try:
@@ -103,7 +109,8 @@ def agree_on_confirmed(storage: Storage, group: Group, place: Place, root: str) 
             mine = max((one.order for one in found if one.manifest.attempt.root_id == own), default=(0, 0))
         except CkptError:  # nothing is confirmed, so nothing is removed
             mine = (0, 0)
-    return min((order for order in group.gather(mine) if order is not None), default=None)
+    told = group.gather((mine, metrics))
+    return min((order for order, _ in told if order is not None), default=None), told[0][1]
 
 
 def leave_other_lines(storage: Storage, root: str, buffers: Buffers, claim: RunClaim) -> None:

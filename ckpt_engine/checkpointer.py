@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
-from ckpt_engine import image
+from ckpt_engine import image, pins
 from ckpt_engine.agreement import agree_on_confirmed, agree_on_root, agree_on_run, leave_other_lines
 from ckpt_engine.buffers import Buffers
 from ckpt_engine.config import Options, copy_threads, hook_from_environment, require_linux, whole
@@ -23,6 +23,7 @@ from ckpt_engine.group import Group, meet, my_node, places, together
 from ckpt_engine.handles import Destination, Handle, Outbox, Published, Staged
 from ckpt_engine.link import Link
 from ckpt_engine.manifest import Attempt, RunClaim
+from ckpt_engine.metrics import Metric, Metrics, of_user
 from ckpt_engine.names import names_for
 from ckpt_engine.overlap import Guards, Late
 from ckpt_engine.reading import Reading
@@ -101,10 +102,12 @@ class Checkpointer:
 
     # -- save ----------------------------------------------------------------------------------------------------
 
-    def enter(self, step: int, *, storage: bool, tag: str = "", directory: str = "") -> Entry:
+    def enter(
+        self, step: int, *, storage: bool, tag: str = "", directory: str = "", metrics: Metrics | None = None
+    ) -> Entry:
         """Count this save and tell the node about it. Every rank enters every save, whatever happens then.
 
-        Raises ConfigError for a step that is no whole number ≥ 0.
+        Raises ConfigError for a step that is no whole number ≥ 0, or metrics that are no numbers by name.
         """
         self._require_open()
         self.settle()
@@ -112,8 +115,14 @@ class Checkpointer:
         self._seq += 1
         if self.options.when_busy == "skip":  # what all ranks exchange comes first: from here on one may fail alone
             self._busy = any(together(self.group, self.buffers.busy, StagingError))
+        problem: ConfigError | None = None
+        given: tuple[Metric, ...] = ()
+        try:
+            given = of_user(metrics)
+        except ConfigError as error:  # raised below: the others are on their way into the next exchange
+            problem = error
         if self.options.layout == "node-local" and storage:
-            self._confirmed = agree_on_confirmed(self.storage, self.group, self.place, self.root)
+            self._confirmed, given = agree_on_confirmed(self.storage, self.group, self.place, self.root, given)
         try:
             attempt = self._attempt(step, tag)
         except ConfigError as error:
@@ -122,10 +131,13 @@ class Checkpointer:
             self.link.wake("failed")
             raise
         parent = os.path.realpath(directory) if directory else self.root
-        entry = Entry(attempt, os.path.join(parent, attempt.tag), storage)
+        entry = Entry(attempt, os.path.join(parent, attempt.tag), storage, given)
         if not self.saved:
             leave_other_lines(self.storage, self.root, self.buffers, self.claim)
         self.link.say(entered=attempt.order, label=self.header(entry, ()).pack(), outcome="filling", reason="", errno=0)
+        if problem is not None:
+            self.fail(entry, problem)
+            raise problem
         return entry
 
     def _attempt(self, step: int, tag: str) -> Attempt:
@@ -219,10 +231,11 @@ class Checkpointer:
             layout=self.options.layout,
             root=self.root,
             commit_dir=entry.commit_dir,
-            keep_last=self.options.retention.keep_last,
+            retention=self.options.retention,
             confirmed=self._confirmed,
             storage=entry.storage,
             files=tuple(table),
+            metrics=entry.metrics,
         )
 
     # -- wait ----------------------------------------------------------------------------------------------------
@@ -231,6 +244,23 @@ class Checkpointer:
         """Block until every storage save has an outcome. Raises the first failure nobody was told of."""
         self.settle()
         return self.outbox.wait(Deadline(self.options.saver.commit_s + 60.0 if timeout_s is None else timeout_s))
+
+    # -- pins ----------------------------------------------------------------------------------------------------
+
+    def pin(self, step: int, reason: str) -> None:
+        """Keep the newest checkpoint of ``step``, committed or on its way here. Raises NotFound, StorageError."""
+        pins.pin(self.storage, self._pinnable(step)[-1], reason)
+
+    def unpin(self, step: int) -> None:
+        """Retention may remove the checkpoints of ``step`` again. Raises NotFound, StorageError."""
+        for target in self._pinnable(step):
+            pins.unpin(self.storage, target.folder)
+
+    def _pinnable(self, step: int) -> list[pins.Target]:
+        self._require_open()
+        self.settle()
+        number = whole("step", step, 0, MAX_STEP)
+        return pins.of_step(self.storage, self.root, self.root_id, number, self.outbox.in_flight())
 
     # -- restore -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""``ckpt-engine``: run a saver, list what a root or this node holds, verify a root, collect leftovers.
+"""``ckpt-engine``: run a saver, list what a root or this node holds, verify a root, pin, collect leftovers.
 
 ``saver`` is answered before anything else is imported: a service manager starts it on every node.
 """
@@ -48,6 +48,16 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("root")
     verify.add_argument("--tag", default="", help="only this one")
     verify.set_defaults(act=_verify)
+    for verb, act, what in (
+        ("pin", _pin, "keep a checkpoint from retention, whatever its policy"),
+        ("unpin", _unpin, "give a pinned checkpoint back to retention"),
+    ):
+        pinning = verbs.add_parser(verb, help=what)
+        pinning.add_argument("root")
+        pinning.add_argument("tag")
+        pinning.set_defaults(act=act)
+        if verb == "pin":
+            pinning.add_argument("--reason", default="", help="shown by 'ckpt-engine list'")
     gc = verbs.add_parser("gc", help="snapshots of dead jobs in this node's shared memory; --delete removes them")
     gc.add_argument("--root", default="", help="only those of jobs that checkpoint into this directory")
     gc.add_argument("--delete", action="store_true", help="remove what belongs to no live process, snapshots included")
@@ -56,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from ckpt_engine import listing
+    from ckpt_engine import listing, pins
     from ckpt_engine.storage.posix import PosixStorage
 
     storage, root = PosixStorage(), os.path.realpath(args.root)
@@ -70,7 +80,12 @@ def _list(args: argparse.Namespace) -> int:
         _say(
             f"{manifest.attempt.tag}  step {manifest.attempt.step}  {manifest.world} ranks  {nbytes} bytes  "
             f"{manifest.attempt.id}{node}"
+            + "".join(f"  {metric.name}={metric.value:g}" for metric in manifest.metrics)
+            + (f"  pinned {pins.reason_of(storage, one.commit_dir)!r}" if one.pinned else "")
         )
+        foreign = listing.foreign(storage, one)
+        if foreign:
+            _say(f"  foreign, never deleted: {', '.join(map(repr, foreign))}")
     unmanaged = listing.unmanaged(storage, root)
     if not (found.committed or unmanaged or found.damaged):
         _say(f"no checkpoints in {root}")
@@ -79,6 +94,23 @@ def _list(args: argparse.Namespace) -> int:
     for damage in found.damaged:
         _say(f"damaged: {damage}")
     return 1 if found.damaged else 0
+
+
+def _pin(args: argparse.Namespace) -> int:
+    from ckpt_engine import pins
+    from ckpt_engine.storage.posix import PosixStorage
+
+    pins.pin(PosixStorage(), pins.by_tag(PosixStorage(), os.path.realpath(args.root), args.tag), args.reason)
+    return 0
+
+
+def _unpin(args: argparse.Namespace) -> int:
+    from ckpt_engine import pins
+    from ckpt_engine.storage.posix import PosixStorage
+
+    if not pins.unpin(PosixStorage(), pins.by_tag(PosixStorage(), os.path.realpath(args.root), args.tag).folder):
+        _say(f"{args.tag} was not pinned")
+    return 0
 
 
 def _verify(args: argparse.Namespace) -> int:

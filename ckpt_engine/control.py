@@ -27,7 +27,7 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.record import require
 from ckpt_engine.states import Order
 
-PROTOCOL = f"{__version__}/1"
+PROTOCOL = f"{__version__}/2"
 """Ranks and saver must agree on this text; it changes with the layout of slots, pages or messages."""
 
 _MAGIC = b"CKPTPAGE"

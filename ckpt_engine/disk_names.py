@@ -14,6 +14,7 @@ ROOT_ID = ".ckpt-root"
 LATEST = "latest"
 LOST_AND_FOUND = "lost+found"
 """The file system's own, where a root is a mount point."""
+PIN = ".pinned"
 MAX_DEPTH = 32
 """Parts of a file name; a name that is all slashes would cost its square."""
 
@@ -131,7 +132,7 @@ def is_record(name: str) -> bool:
 def is_ours(name: str) -> bool:
     """True for a name only this package may use, in the root or in a commit directory."""
     patterns = (_RUN, _OFFER, _LEASE, _TEMP, _ATTEMPT, _TOMBSTONE, _MANIFEST, _SHARD, _RECEIPT)
-    return name == ROOT_ID or any(pattern.fullmatch(name) for pattern in patterns)
+    return name in (ROOT_ID, PIN) or any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def check_file_name(name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt_engine import commit, errors, listing
 from ckpt_engine.control import Outcome
@@ -34,15 +34,17 @@ class Staged:
     nbytes: int = 0
     skipped: bool = False
     late_bytes: int = 0
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A committed checkpoint: all of it is durable, and ``path`` holds its manifest."""
+    """A committed checkpoint: all of it is durable, and ``path`` holds its manifest; ``metrics``: as this rank gave."""
 
     step: int
     attempt: Attempt
     path: str
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ class Handle:
         return error
 
     def _published(self) -> Published:
-        return Published(self.step, self.staged.attempt, self.path)
+        return Published(self.step, self.staged.attempt, self.path, self.staged.metrics)
 
 
 class Outbox:
@@ -171,6 +173,10 @@ class Outbox:
     def add(self, handle: Handle) -> None:
         if handle not in self._handles:
             self._handles.append(handle)
+
+    def in_flight(self) -> list[tuple[Attempt, str]]:
+        """(attempt, commit directory) of the saves that have no outcome, as far as is known."""
+        return [(one.staged.attempt, one.path) for one in self._handles if not one.done()]
 
     def report(self, on_error: str, fresh: Handle | None = None) -> None:
         """Tell of saves that failed since the last call: a warning, or the first one's exception (``on_error``).

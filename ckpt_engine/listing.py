@@ -73,14 +73,14 @@ def in_tag(storage: Storage, commit_dir: str) -> tuple[list[Committed], list[Cor
     found: list[Committed] = []
     broken: list[Corrupt | StorageError] = []
     try:
-        names = [entry.name for entry in storage.list_dir(commit_dir) if disk_names.is_manifest(entry.name)]
+        there = [entry.name for entry in storage.list_dir(commit_dir)]
     except StorageError as error:
         return found, [error]
-    for name in names:
+    for name in filter(disk_names.is_manifest, there):
         try:
             manifest = read_manifest_at(storage, os.path.join(commit_dir, name))
             if manifest is not None and disk_names.manifest(manifest.node) == name:
-                found.append(Committed(manifest, commit_dir))
+                found.append(Committed(manifest, commit_dir, disk_names.PIN in there))
         except (Corrupt, StorageError) as error:
             broken.append(error)
     return found, broken
@@ -94,6 +94,13 @@ def unmanaged(storage: Storage, root: str) -> tuple[str, ...]:
         if names and not any(disk_names.is_ours(name) for name in names):
             found.append(os.path.basename(folder))
     return tuple(found)
+
+
+def foreign(storage: Storage, committed: Committed) -> tuple[str, ...]:
+    """Names in a commit directory that neither its manifest nor its format know: never touched, they outlive it."""
+    known = {entry.name.partition("/")[0] for entry in committed.manifest.files()}
+    names = [entry.name for entry in storage.list_dir(committed.commit_dir)]
+    return tuple(name for name in names if name not in known and not disk_names.is_ours(name))
 
 
 def highest_generation(storage: Storage, root: str) -> int:

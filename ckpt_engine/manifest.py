@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ckpt_engine import disk_names
+from ckpt_engine.metrics import Metric, check_metrics
 from ckpt_engine.record import Record, digest_of, require
 
 LAYOUTS = ("shared", "node-local")
@@ -93,6 +94,7 @@ class ShardRecord(Record):
     """``.shard-<rank>.json``: this rank's files are durable here. Written before its slot is released."""
 
     kind: ClassVar[str] = "shard record"
+    _newer: ClassVar[frozenset[str]] = frozenset({"metrics"})
 
     attempt: Attempt
     rank: int
@@ -103,12 +105,14 @@ class ShardRecord(Record):
     files: tuple[FileEntry, ...]
     layout: str = "shared"
     resumed_from: Attempt | None = None
+    metrics: tuple[Metric, ...] = ()
 
     def _check(self) -> None:
         _require_node(self.node, self.nodes, self.world, self.layout)
         _require_ascending(self.node_ranks, self.world)
         require(self.rank in self.node_ranks, f"rank {self.rank} is not on its own node")
         _require_distinct_files(self.files)
+        check_metrics(self.metrics)
 
     @property
     def local_node(self) -> int | None:
@@ -180,6 +184,7 @@ class Manifest(Record):
     """Present if and only if the checkpoint is committed (on ``node``, where the layout is node-local)."""
 
     kind: ClassVar[str] = "manifest"
+    _newer: ClassVar[frozenset[str]] = frozenset({"metrics"})
 
     attempt: Attempt
     world: int
@@ -188,6 +193,7 @@ class Manifest(Record):
     nodes: int
     shards: tuple[Shard, ...]
     resumed_from: Attempt | None = None
+    metrics: tuple[Metric, ...] = ()
 
     def _check(self) -> None:
         _require_node(self.node or 0, self.nodes, self.world, self.layout)
@@ -196,6 +202,7 @@ class Manifest(Record):
         _require_ascending(ranks, self.world)
         require(len(ranks) == self.world if self.node is None else len(ranks) > 0, "ranks are missing")
         _require_distinct_files(self.files())
+        check_metrics(self.metrics)
 
     def files(self) -> Iterator[FileEntry]:
         """Every file of every rank."""
@@ -205,7 +212,8 @@ class Manifest(Record):
     def of(cls, receipts: Iterable[Receipt]) -> Manifest:
         """The manifest of complete receipts: of all nodes, or of one where the layout is node-local.
 
-        Deterministic. Raises ValueError with the reason: a rank missing or twice, two attempts, one name twice.
+        Deterministic; the metrics are those of the lowest rank. Raises ValueError with the reason: a rank missing or
+        twice, two attempts, one name twice.
         """
         ordered = sorted(receipts, key=lambda receipt: receipt.node)
         require(len(ordered) > 0 and all(receipt.failed is None for receipt in ordered), "a node failed")
@@ -214,7 +222,8 @@ class Manifest(Record):
         require(len(same) == 1, "the receipts are not of one attempt")
         one = records[0]
         shards = tuple(Shard(record.rank, record.files) for record in records)
-        return cls(one.attempt, one.world, one.layout, one.local_node, one.nodes, shards, one.resumed_from)
+        whose = (one.attempt, one.world, one.layout, one.local_node, one.nodes)
+        return cls(*whose, shards, one.resumed_from, one.metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +232,16 @@ class Committed:
 
     manifest: Manifest
     commit_dir: str
+    pinned: bool = False
 
     @property
     def order(self) -> tuple[int, int]:
         return self.manifest.attempt.order
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its files; tools lie in the root, once for all."""
+        return sum(entry.nbytes for entry in self.manifest.files() if entry.origin != "tool")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,12 @@ from ckpt_engine.config import Options, SaverOptions
 from ckpt_engine.disk_names import check_file_name
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.events import warn_once
-from ckpt_engine.handles import Handle, Published, Staged
+from ckpt_engine.face import Face
+from ckpt_engine.handles import Handle, Staged
 from ckpt_engine.manifest import FileEntry
+from ckpt_engine.metrics import Metrics
 from ckpt_engine.restore import RestoreReport
-from ckpt_engine.retention import Retention
+from ckpt_engine.retention import Retention, one_policy
 from ckpt_engine.source import Source
 from ckpt_engine.staging import Planned, space
 
@@ -27,10 +29,11 @@ State = Mapping[str, Any]
 """{relative file name: picklable object with tensors}, e.g. {"model.pt": net.state_dict()}."""
 
 
-class CheckpointEngine:
+class CheckpointEngine(Face):
     """Checkpoints of whatever each rank hands over; made by all ranks together.
 
-    root: the checkpoint directory. keep_last: how many committed checkpoints stay (None: all). slots: staging buffers
+    root: the checkpoint directory. keep_last: how many committed checkpoints stay (None: all), or retention: by which
+    rules (see ``Retention``). slots: staging buffers
     per rank, each as large as the rank's state; 2 keep a complete snapshot in memory at every instant. when_busy:
     "wait" for a buffer, at most wait_s seconds, or "skip" the save on all ranks. on_error: "warn" or "raise" at the
     next save if an earlier one did not become a checkpoint. staging: "blocking", or "overlap": what the guarded
@@ -48,6 +51,7 @@ class CheckpointEngine:
         root: str | os.PathLike[str],
         *,
         keep_last: int | None = None,
+        retention: Retention | None = None,
         slots: int = 2,
         when_busy: str = "wait",
         wait_s: float = 1800.0,
@@ -75,7 +79,7 @@ class CheckpointEngine:
             staging=staging,
             verify_staging=verify_staging,
             slot_bytes=slot_bytes,
-            retention=Retention(keep_last=keep_last),
+            retention=one_policy(keep_last, retention),
             saver=saver or SaverOptions(),
         )
         self._core = Checkpointer(root, options, rank=rank, world_size=world_size)
@@ -90,14 +94,17 @@ class CheckpointEngine:
         with self._core.alone():
             return self._save(step, state, tag, storage=False).staged
 
-    def save_to_storage(self, step: int, state: State, *, tag: str = "") -> Handle:
-        """``save_to_memory``, then the saver makes a checkpoint of it in the background; see ``Handle.result``."""
-        with self._core.alone():
-            return self._save(step, state, tag, storage=True)
+    def save_to_storage(self, step: int, state: State, *, tag: str = "", metrics: Metrics | None = None) -> Handle:
+        """``save_to_memory``, then the saver makes a checkpoint of it in the background; see ``Handle.result``.
 
-    def _save(self, step: int, state: State, tag: str, *, storage: bool) -> Handle:
+        ``metrics``: numbers by name, e.g. ``{"eval_loss": 0.31}``, kept with the checkpoint; those of rank 0 count.
+        """
+        with self._core.alone():
+            return self._save(step, state, tag, metrics, storage=True)
+
+    def _save(self, step: int, state: State, tag: str, metrics: Metrics | None = None, *, storage: bool) -> Handle:
         core = self._core
-        entry = core.enter(step, storage=storage, tag=tag)
+        entry = core.enter(step, storage=storage, tag=tag, metrics=metrics)
         if core.options.when_busy == "skip" and core.busy_anywhere():
             return core.skipped_handle(entry)
         try:
@@ -115,11 +122,6 @@ class CheckpointEngine:
         ``what`` may be tensors too: whoever changes them calls ``wait_staged`` before. Raises ConfigError.
         """
         self._core.guards.add(what)
-
-    def wait_staged(self) -> None:
-        """Block until the last save is a snapshot; if it failed this says so as the next save would (``on_error``)."""
-        self._core.settle()
-        self._core.report_trouble()
 
     def prepare(self, state: State) -> None:
         """Reserve the slots for states like this one and touch their memory in the background. Raises ShmFull."""
@@ -172,10 +174,6 @@ class CheckpointEngine:
 
         with self._core.alone():
             return self._core.restore(load, wants, step)
-
-    def wait(self, timeout_s: float | None = None) -> tuple[Published, ...]:
-        """Block until every storage save has ended; raises the first failure nobody was told of."""
-        return self._core.wait(timeout_s)
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """Wait for the saves in flight and say goodbye; memory-only snapshots are dropped. Idempotent."""

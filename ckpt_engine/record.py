@@ -30,6 +30,8 @@ class Record:
     __slots__ = ()
     kind: ClassVar[str] = ""
     _least: ClassVar[int] = 0
+    _newer: ClassVar[frozenset[str]] = frozenset()
+    """Fields left out where they are empty, so that a record without them is what it was before there were any."""
 
     def __post_init__(self) -> None:
         for name, field in _fields(type(self)).items():
@@ -44,8 +46,9 @@ class Record:
         """Raise ValueError if the fields contradict each other."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings, integers and None."""
-        return {name: _plain(getattr(self, name)) for name in _fields(type(self))}
+        """Plain dicts, lists, strings, numbers and None."""
+        values = ((name, getattr(self, name)) for name in _fields(type(self)))
+        return {name: _plain(value) for name, value in values if value != () or name not in self._newer}
 
     @classmethod
     def from_dict(cls: type[R], data: object, path: str = "") -> R:
@@ -129,8 +132,10 @@ def _record(value: Any, kind: Any) -> Any:
     if not issubclass(kind, Record):
         return value
     fields = _fields(kind)
-    require(type(value) is dict and value.keys() == fields.keys(), f"want the fields {list(fields)}")
-    return kind(**{name: field.typed(value[name]) for name, field in fields.items()})
+    known = type(value) is dict and fields.keys() - kind._newer <= value.keys() <= fields.keys()
+    require(known, f"want the fields {list(fields)}")
+    require(not any(value[name] == [] for name in kind._newer & value.keys()), "an empty field that is left out")
+    return kind(**{name: fields[name].typed(item) for name, item in value.items()})
 
 
 def _plain(value: Any) -> Any:

@@ -55,7 +55,7 @@ class RestoreReport:
 
     ``state``: {file name: object} of this rank (plain engine). ``client_state``: what the framework stored beside.
     ``skipped``: better ones that could not be used. ``unmanaged``: tags without a manifest in the root, written
-    by someone else. ``verified_bytes``: bytes whose CRC this rank checked.
+    by someone else. ``verified_bytes``: bytes whose CRC this rank checked. ``metrics``: given at the save.
     """
 
     step: int
@@ -67,6 +67,7 @@ class RestoreReport:
     skipped: tuple[Skipped, ...] = ()
     unmanaged: tuple[str, ...] = ()
     verified_bytes: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,7 @@ def take(
             source.close()
         one = source.candidate
         report = RestoreReport(one.attempt.step, one.source, one.attempt, one.attempt.tag, loaded)
-        report = replace(report, verified_bytes=source.verified_bytes)
+        report = replace(report, verified_bytes=source.verified_bytes, metrics=one.metrics)
     return replace(
         report,
         skipped=(*choice.damaged, *tried, *choice.newer_than(report.attempt)),

@@ -12,6 +12,7 @@ from ckpt_engine.errors import CkptError, StagingError, StorageError
 from ckpt_engine.events import span
 from ckpt_engine.handles import Handle, Staged
 from ckpt_engine.manifest import Attempt
+from ckpt_engine.metrics import Metric, by_name
 from ckpt_engine.overlap import Late
 from ckpt_engine.slots import Header, Slot
 from ckpt_engine.staging import Fill, Planned, space
@@ -30,6 +31,7 @@ class Entry:
     attempt: Attempt
     commit_dir: str
     storage: bool
+    metrics: tuple[Metric, ...] = ()
 
 
 class Saving:
@@ -72,6 +74,7 @@ class Saving:
                 copy_s=time.monotonic() - begin,
                 nbytes=need,
                 late_bytes=fill.late_bytes,
+                metrics=by_name(entry.metrics),
             )
             self._handle = handle = core.handle(staged, entry.commit_dir if entry.storage else "")
             if entry.storage:

@@ -32,8 +32,10 @@ from ckpt_engine import _C, shm
 from ckpt_engine.errors import CkptError, ConfigError, SlotTooSmall
 from ckpt_engine.events import warn_once
 from ckpt_engine.manifest import Attempt, Failure, FileEntry, RunClaim, ShardRecord
+from ckpt_engine.metrics import Metric
 from ckpt_engine.names import SegmentName
 from ckpt_engine.record import require
+from ckpt_engine.retention import Retention
 from ckpt_engine.states import SNAPSHOT, STATES, Order, SlotView, State, Word, check_transition
 
 _MAGIC = b"CKPTSLOT"
@@ -78,10 +80,11 @@ class Header:
     layout: str
     root: str
     commit_dir: str
-    keep_last: int | None
+    retention: Retention
     confirmed: Order | None
     storage: bool
     files: tuple[SlotFile, ...]
+    metrics: tuple[Metric, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ValueError unless this can be persisted as it says, below ``commit_dir`` and nowhere else."""
@@ -93,7 +96,7 @@ class Header:
             require(type(path) is str and os.path.isabs(path) and os.path.normpath(path) == path, "not a plain path")
             require("\0" not in path and len(os.fsencode(path)) <= _MAX_PATH, "not a path")
         require(os.path.basename(self.commit_dir) == self.attempt.tag, "the commit directory is not the tag's")
-        require(self.keep_last is None or (type(self.keep_last) is int and self.keep_last > 0), "keep_last")
+        require(type(self.retention) is Retention, "retention")
         numbers = () if self.confirmed is None else self.confirmed
         require(len(numbers) in (0, 2) and all(type(number) is int for number in numbers), "confirmed")
         require(type(self.storage) is bool, "storage")
@@ -111,12 +114,15 @@ class Header:
             files=tuple(file.entry for file in self.files) if entries is None else tuple(entries),
             layout=self.layout,
             resumed_from=self.claim.resumed_from,
+            metrics=self.metrics,
         )
 
     def pack(self) -> bytes:
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         values["attempt"] = self.attempt.to_dict()
         values["claim"] = self.claim.to_dict()
+        values["retention"] = self.retention.to_dict()
+        values["metrics"] = [metric.to_dict() for metric in self.metrics]
         values["files"] = [(f.name, f.offset, f.nbytes, f.crc32, f.origin) for f in self.files]
         packed: bytes = msgpack.packb(values, unicode_errors="surrogateescape")
         return packed
@@ -126,6 +132,8 @@ class Header:
         values = msgpack.unpackb(data, unicode_errors="surrogateescape")
         values["attempt"] = Attempt.from_dict(values["attempt"])
         values["claim"] = RunClaim.from_dict(values["claim"])
+        values["retention"] = Retention(**values["retention"])
+        values["metrics"] = tuple(map(Metric.from_dict, values["metrics"]))
         values["files"] = tuple(SlotFile(*row) for row in values["files"])
         values["node_ranks"] = tuple(values["node_ranks"])
         values["confirmed"] = tuple(values["confirmed"]) if values["confirmed"] else None

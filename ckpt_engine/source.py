@@ -16,6 +16,7 @@ from ckpt_engine import _C, budget, listing
 from ckpt_engine.errors import Corrupt, NotFound, ShmFull, StorageError
 from ckpt_engine.group import Group, Place
 from ckpt_engine.manifest import Attempt, Committed, FileEntry
+from ckpt_engine.metrics import by_name
 from ckpt_engine.names import Names, SegmentName
 from ckpt_engine.reading import Reading
 from ckpt_engine.slots import DATA_OFFSET, Header, Slot
@@ -52,6 +53,12 @@ class Candidate:
     held: tuple[Held, ...] = ()
     committed: tuple[Committed, ...] = ()
     readers: tuple[frozenset[int], ...] = ()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """As they were given at the save."""
+        held = [one.header.metrics for one in self.held if one.header.rank == 0]
+        return by_name(next(iter(held + [one.manifest.metrics for one in self.committed]), ()))
 
     def named(self, name: str, rank: int = -1) -> tuple[int, FileEntry]:
         """(writer, file) under ``name``; of several the one that ``rank`` wrote. Raises NotFound."""

@@ -7,6 +7,7 @@ can finish. Names that are not ours, and files no manifest of ours named, are ne
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -14,10 +15,10 @@ from dataclasses import dataclass, field
 from ckpt_engine import disk_names, runs
 from ckpt_engine.disk_names import AttemptName
 from ckpt_engine.errors import Corrupt, StorageError
-from ckpt_engine.listing import in_tag, list_committed, paths_of, read_manifest_at, tag_dirs
+from ckpt_engine.listing import in_tag, list_committed, open_path, paths_of, read_manifest_at, tag_dirs
 from ckpt_engine.manifest import Committed, Manifest
 from ckpt_engine.settle import buried, names_of_peers, parents_of, roll_forward
-from ckpt_engine.storage.base import Storage, remove_tree
+from ckpt_engine.storage.base import NO_LINKS, Storage, remove_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,9 @@ class Removal:
 def remove_checkpoint(storage: Storage, committed: Committed) -> Removal:
     """Un-commit a checkpoint, then remove its files; idempotent, by any number of savers at once.
 
-    Does nothing if the manifest names another attempt meanwhile, or a later one is on its way under this tag.
+    Does nothing if it is pinned, the manifest names another attempt meanwhile, or a later one is on its way under this
+    tag. Whoever pins writes the pin, then looks for the manifest; here the manifest goes, then comes a look for a pin:
+    of two at once, one sees the other.
     REQUIRES: the caller writes no receipt for this tag while it runs.
 
     After a crash: still committed, or a tombstone that ``sweep`` follows up.
@@ -41,7 +44,8 @@ def remove_checkpoint(storage: Storage, committed: Committed) -> Removal:
     grave = os.path.join(folder, disk_names.tombstone(manifest.attempt.id, manifest.node))
     names = storage.list_dir(folder)
     coming = [name for entry in names if (name := disk_names.parse_attempt_dir(entry.name)) is not None]
-    if any(name.order > committed.order for name in coming) or not _is_still(storage, path, manifest):
+    wanted = any(name.order > committed.order for name in coming) or disk_names.PIN in [entry.name for entry in names]
+    if wanted or not _is_still(storage, path, manifest):
         return Removal(False, tuple(entry.name for entry in names))
     try:
         storage.rename(path, grave)
@@ -185,9 +189,38 @@ def _is_still(storage: Storage, path: str, manifest: Manifest) -> bool:
     return now is None or now.attempt == manifest.attempt
 
 
+def _is_whole(storage: Storage, folder: str, manifest: Manifest, names: Collection[str]) -> bool:
+    """False: its files have begun to go, or what lies under their names may be of another checkpoint."""
+    files = [entry for entry in manifest.files() if entry.origin != "tool"]
+    found = [(open_path(storage, Committed(manifest, folder), entry), entry.nbytes) for entry in files]
+    alone = sum(disk_names.parse_tombstone(name) is not None for name in names) == 1
+    return alone and all(path is not None and storage.size(path) == nbytes for path, nbytes in found)
+
+
+def _take_back(storage: Storage, grave: str, path: str) -> None:
+    """A manifest again, unless there is another one. After a crash: that, or a tombstone that will come back."""
+    try:
+        storage.link(grave, path)
+    except StorageError as error:
+        if error.errno in NO_LINKS:
+            storage.rename(grave, path)
+        elif error.errno != errno.EEXIST:
+            raise
+    else:
+        storage.unlink(grave)
+    storage.sync_dir(os.path.dirname(path))
+
+
 def _bury(storage: Storage, folder: str, grave: str) -> Removal:
-    """Remove the files a tombstone names, the attempt's directory, the tombstone, and the directory if it is empty."""
+    """Remove the files a tombstone names, the attempt's directory, the tombstone, and the directory if it is empty.
+
+    But if it was pinned in the instant at which its manifest went, that comes back.
+    """
     manifest = buried(storage, grave)
+    names = [entry.name for entry in storage.list_dir(folder)]
+    if manifest is not None and disk_names.PIN in names and _is_whole(storage, folder, manifest, names):
+        _take_back(storage, grave, os.path.join(folder, disk_names.manifest(manifest.node)))
+        return Removal(False, tuple(names))
     done = manifest is None or _remove_files(storage, folder, manifest)
     if manifest is not None and done:
         storage.unlink(grave)

@@ -72,12 +72,13 @@ class Me:
             )
 
     def engine(self, **options: Any) -> Any:
-        """A CheckpointEngine on the test's root; ``saver`` is a dict that changes ``SAVER``."""
-        from ckpt_engine import CheckpointEngine, SaverOptions
+        """A CheckpointEngine on the test's root; ``saver`` is a dict that changes ``SAVER``, ``retention`` one too."""
+        from ckpt_engine import CheckpointEngine, Retention, SaverOptions
 
         self.meet()
         saver = SaverOptions(**{**SAVER, **options.pop("saver", {})})
-        return CheckpointEngine(options.pop("root", self.root), saver=saver, **options)
+        policy = Retention(**options.pop("retention")) if "retention" in options else None
+        return CheckpointEngine(options.pop("root", self.root), saver=saver, retention=policy, **options)
 
     def coded(self, step: int, count: int = 1000) -> Any:
         """A tensor that tells its step, its rank and each position, so that a tear or a mix-up shows."""

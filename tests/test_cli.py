@@ -39,6 +39,36 @@ def test_list_shows_committed_checkpoints_newest_first_and_plain_ones_as_unmanag
     assert "unmanaged" in lines[-1] and "1 ranks" in lines[0]
 
 
+def measured(me: Any) -> None:
+    import torch
+
+    with me.engine() as ckpt:
+        told = ckpt.save_to_storage(1, {"a.pt": torch.ones(1)}, metrics={"eval_loss": 0.25, "acc": 1}).result(30)
+        me.say("published", **told.metrics)
+
+
+def test_list_shows_metrics_and_pins_and_a_pin_is_set_and_taken_by_tag(
+    lab: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank = lab.rank(measured)
+    assert rank.expect("published") == {"event": "published", "eval_loss": 0.25, "acc": 1.0}
+    rank.end(60)
+
+    def told(*arguments: str) -> str:
+        assert cli.main([*arguments]) == 0
+        return capsys.readouterr().out
+
+    assert told("list", lab.root).endswith("  acc=1  eval_loss=0.25\n")
+    assert told("pin", lab.root, "global_step1", "--reason", "the paper's\x1b") == ""
+    assert told("list", lab.root).endswith('  acc=1  eval_loss=0.25  pinned "the paper\'s\\x1b"\n')
+    assert told("unpin", lab.root, "global_step1") == ""
+    assert told("unpin", lab.root, "global_step1") == "global_step1 was not pinned\n"
+    assert "pinned" not in told("list", lab.root)
+    for verb in ("pin", "unpin"):
+        assert cli.main([verb, lab.root, "nothing"]) == 2
+        assert "has no checkpoint 'nothing'" in capsys.readouterr().err
+
+
 def test_an_empty_root_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"no checkpoints in {tmp_path}\n"

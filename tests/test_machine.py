@@ -29,6 +29,7 @@ from ckpt_engine.control import RankPage
 from ckpt_engine.manifest import Attempt, Failure, RunClaim
 from ckpt_engine.messages import Ended, Mailbox, Released, Wake
 from ckpt_engine.names import Names
+from ckpt_engine.retention import Retention
 from ckpt_engine.saving import seal
 from ckpt_engine.slots import CANCEL, DATA_OFFSET, Header, Slot, SlotFile
 from ckpt_engine.states import (
@@ -66,7 +67,7 @@ def header_of(rank: int, order: Order, *, storage: bool) -> Header:
     return Header(
         attempt=attempt, claim=RunClaim(attempt.generation, attempt.run, None, 2, 0), rank=rank, local_rank=rank,
         world=2, node=0, nodes=1, node_ranks=RANKS, layout="shared", root="/r", commit_dir=f"/r/{attempt.tag}",
-        keep_last=None, confirmed=None, storage=storage, files=(file,),
+        retention=Retention(), confirmed=None, storage=storage, files=(file,),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from ckpt_engine.errors import ConfigError, Corrupt, NotFound
 from ckpt_engine.manifest import Attempt, Committed, FileEntry, Manifest, RunClaim, Shard
 from ckpt_engine.names import SegmentName
 from ckpt_engine.restore import Choice, Facts, Skipped, candidates, nothing_usable
+from ckpt_engine.retention import Retention
 from ckpt_engine.slots import Header, SlotFile
 from ckpt_engine.source import Candidate, Held
 
@@ -44,7 +45,7 @@ def held(one: Attempt, rank: int, node: int = 0, world: int = 2, resumed_from: A
         layout="shared",
         root="/root",
         commit_dir=f"/root/{one.tag}",
-        keep_last=None,
+        retention=Retention(),
         confirmed=None,
         storage=True,
         files=(SlotFile(f"rank{rank}.pt", 0, 8, 1), SlotFile("notes.txt", 8, 8, 1, "external")),

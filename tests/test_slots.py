@@ -13,7 +13,9 @@ from harness import Lab
 from ckpt_engine import _C, shm, slots
 from ckpt_engine.errors import CkptError, ConfigError, ShmFull, SlotTooSmall, StagingError
 from ckpt_engine.manifest import Attempt, Failure, RunClaim
+from ckpt_engine.metrics import Metric
 from ckpt_engine.names import Names, SegmentName
+from ckpt_engine.retention import Retention
 from ckpt_engine.slots import BREAKPOINT, CANCEL, DATA_OFFSET, RETIRED, Header, Slot, SlotFile, open_all
 from ckpt_engine.states import SNAPSHOT, State, Word
 
@@ -34,7 +36,8 @@ def header(attempt: Attempt = ATTEMPT, **changes: Any) -> Header:
         "layout": "shared",
         "root": "/r\udcff",
         "commit_dir": "/r\udcff/global_step100",
-        "keep_last": 3,
+        "retention": Retention(keep_last=3, keep_best=("eval_loss", "min"), min_age_s=0.5),
+        "metrics": (Metric("eval_loss", 0.25),),
         "confirmed": None,
         "storage": True,
         "files": (SlotFile("a/ü.pt", 0, 10, 123), SlotFile("b.pt", 4096, 0, 0, "external")),

@@ -26,8 +26,9 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Options, SaverOptions
 from ckpt_engine.errors import CkptError, ConfigError, RestoreError, WorldMismatch
 from ckpt_engine.events import log, warn_once
+from ckpt_engine.face import Face
 from ckpt_engine.group import together
-from ckpt_engine.handles import Handle, Published, Staged
+from ckpt_engine.handles import Handle, Staged
 from ckpt_engine.integrations.deepspeed_shim import (
     Loading,
     Shim,
@@ -39,8 +40,9 @@ from ckpt_engine.integrations.deepspeed_shim import (
     wrapped,
 )
 from ckpt_engine.manifest import Committed, FileEntry
+from ckpt_engine.metrics import Metrics
 from ckpt_engine.restore import RestoreReport
-from ckpt_engine.retention import Retention
+from ckpt_engine.retention import Retention, one_policy
 from ckpt_engine.saving import Entry
 from ckpt_engine.source import Candidate, Source
 
@@ -58,6 +60,7 @@ def attach(
     root: str | os.PathLike[str],
     *,
     keep_last: int | None = None,
+    retention: Retention | None = None,
     slots: int = 2,
     when_busy: str = "wait",
     wait_s: float = 1800.0,
@@ -93,13 +96,13 @@ def attach(
         staging=staging,
         verify_staging=verify_staging,
         slot_bytes=slot_bytes,
-        retention=Retention(keep_last=keep_last),
+        retention=one_policy(keep_last, retention),
         saver=saver or SaverOptions(),
     )
     return DeepSpeedCheckpointer(engine, Checkpointer(root, options, rank=None, world_size=None))
 
 
-class DeepSpeedCheckpointer:
+class DeepSpeedCheckpointer(Face):
     """What ``attach`` returns. Use it as a context manager; leaving it normally waits for saves in flight."""
 
     def __init__(self, engine: Any, core: Checkpointer) -> None:
@@ -132,20 +135,29 @@ class DeepSpeedCheckpointer:
         return self._save(step, "", None, client_state, storage=False).staged
 
     def save_to_storage(
-        self, step: int, *, tag: str | None = None, client_state: dict[str, Any] | None = None
+        self, step: int, *, tag: str | None = None, client_state: ClientState = None, metrics: Metrics | None = None
     ) -> Handle:
         """``save_to_memory``, then the savers make a checkpoint of it in the background; see ``Handle.result``.
 
         ``tag``: the directory below the root, ``global_step<step>`` by default; one that exists is saved anew.
+        ``metrics``: numbers by name, e.g. ``{"eval_loss": 0.31}``, kept with the checkpoint; those of rank 0 count.
         """
-        return self._save(step, "", tag, client_state, storage=True)
+        return self._save(step, "", tag, client_state, metrics, storage=True)
 
     def _save(self, *arguments: Any, **options: Any) -> Handle:
         with self._core.alone():
             return self._save_alone(*arguments, **options)
 
     def _save_alone(
-        self, step: int, save_dir: str, tag: str | None, state: ClientState, *, storage: bool, frozen: bool = False
+        self,
+        step: int,
+        save_dir: str,
+        tag: str | None,
+        state: ClientState,
+        metrics: Metrics | None = None,
+        *,
+        storage: bool,
+        frozen: bool = False,
     ) -> Handle:
         """One save, from the first collective of DeepSpeed to the seal (and the queue)."""
         core = self._core
@@ -154,7 +166,7 @@ class DeepSpeedCheckpointer:
         entry: Entry | None = None
         problem: Exception | None = None
         try:
-            entry = core.enter(step, storage=storage, tag=tag, directory=parent)
+            entry = core.enter(step, storage=storage, tag=tag, directory=parent, metrics=metrics)
         except Exception as error:  # raised below: the others are on their way into DeepSpeed's collectives
             problem = error
         if core.options.when_busy == "skip" and not self._elsewhere(parent) and core.busy_anywhere():
@@ -186,11 +198,6 @@ class DeepSpeedCheckpointer:
         handle = core.save(entry, saving.files)
         core.report_trouble()
         return handle
-
-    def wait_staged(self) -> None:
-        """Block until the last save is a snapshot; if it failed this says so as the next save would (``on_error``)."""
-        self._core.settle()
-        self._core.report_trouble()
 
     def _take_model_step(self, *arguments: Any, **options: Any) -> Any:
         """Where DeepSpeed changes parameters and optimizer: not before their copy is made."""
@@ -366,10 +373,6 @@ class DeepSpeedCheckpointer:
         return mine, near
 
     # -- end -----------------------------------------------------------------------------------------------------
-
-    def wait(self, timeout_s: float | None = None) -> tuple[Published, ...]:
-        """Block until every storage save has ended; raises the first failure nobody was told of."""
-        return self._core.wait(timeout_s)
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """Wait for the saves in flight, say goodbye, and give DeepSpeed its own checkpointing back. Idempotent."""

@@ -12,7 +12,7 @@ from ckpt_engine import commit, disk_names, listing, retention, runs, settle, sw
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.control import Outcome
 from ckpt_engine.errors import CkptError, ConfigError, Corrupt, StaleRun, StorageError
-from ckpt_engine.events import log, span
+from ckpt_engine.events import log, span, warn_once
 from ckpt_engine.manifest import Attempt, Committed, Manifest, RunClaim, ShardRecord
 from ckpt_engine.record import MAX_RECORD_BYTES
 from ckpt_engine.saver.outcomes import node_of, parent_of
@@ -32,6 +32,7 @@ class Ledger:
         self._leases = runs.LeaseWatch()
         self._ages = Ages()
         self._claimed: set[str] = set()
+        self._seen: dict[Attempt, float] = {}
 
     def runs(self, root: str) -> tuple[RunClaim, ...]:
         """All runs known: claims in the root and claims in slot headers."""
@@ -176,17 +177,26 @@ class Ledger:
             live = frozenset(held.attempt for held in self._held()).union(waiting)
             read = self._leases.tags(storage, root, time.monotonic())
             busy = {attempt.tag for attempt in live if attempt != header.attempt and open_(attempt)}
-            with span("retention", committed=len(committed), keep_last=header.keep_last) as facts:
+            policy, root_id = header.retention, header.attempt.root_id
+            with span("retention", committed=len(committed), keep_last=policy.keep_last) as facts:
                 victims = retention.victims(
                     committed if "" not in read else (),
-                    retention.Retention(keep_last=header.keep_last),
-                    root_id=header.attempt.root_id,
+                    policy,
+                    root_id=root_id,
                     protected=busy | read,
                     confirmed=header.confirmed,
+                    ages_s=self._seen_for_s(committed),
                 )
                 for old in victims:
                     self._remove(old)
                 facts["removed"] = len(victims)
+            kept = retention.kept_bytes(committed, policy, root_id=root_id)
+            if policy.max_bytes is not None and kept > policy.max_bytes:
+                what = f"max_bytes={policy.max_bytes} cannot be met in {root}: what has to stay takes {kept} bytes"
+                warn_once(
+                    f"max_bytes {policy.max_bytes} {root}",
+                    f"{what}. Unpin, keep less, or allow more; nothing is removed for it",
+                )
             sweep.sweep(
                 storage,
                 root,
@@ -198,10 +208,21 @@ class Ledger:
         except CkptError as error:
             log.warning("retention after %s: %s; the next commit tries again", header.attempt.id, error)
 
+    def _seen_for_s(self, committed: Iterable[Committed]) -> dict[Attempt, float]:
+        """How long this saver has seen each of them committed, on its own monotonic clock; not by a writer's clock."""
+        now = time.monotonic()
+        attempts = [one.manifest.attempt for one in committed]
+        self._seen = {attempt: self._seen.get(attempt, now) for attempt in attempts}
+        return {attempt: now - since for attempt, since in self._seen.items()}
+
     def _remove(self, old: Committed) -> None:
         """One that cannot be removed (its directory is a link, or another user's) does not keep the others."""
         try:
-            sweep.remove_checkpoint(self._storage, old)
+            left = sweep.remove_checkpoint(self._storage, old).kept
+            foreign = [name for name in left if not disk_names.is_ours(name)]
+            if foreign:
+                where = f"{old.commit_dir} keeps {', '.join(map(repr, foreign[:8]))}"
+                warn_once(f"foreign {old.commit_dir}", f"{where}, which the checkpoint removed from there did not name")
         except StorageError as error:
             log.warning("retention leaves %s: %s", old.commit_dir, error)
 

@@ -22,14 +22,15 @@ from ckpt_engine import _C, control, shm
 from ckpt_engine.control import Page, RankPage, SaverPage
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.names import Names, SegmentName
+from ckpt_engine.retention import Retention
 from ckpt_engine.slots import DATA_OFFSET, Header, Slot, SlotFile, open_all
 from ckpt_engine.states import LEASED, STATES, State, Word
 
 HASH = "a77ac4000000" + f"{os.getpid() & 0xFFFF:04x}"
 ATTEMPT = Attempt(3, "a" * 16, 7, 100, "global_step100", "b" * 16)
 GOOD = Header(
-    ATTEMPT, RunClaim(3, "a" * 16, None, 2, 0), 1, 1, 2, 0, 1, (0, 1), "shared", "/r", "/r/global_step100", 3, None,
-    True, (SlotFile("a.pt", 0, 100, 5), SlotFile("sub/b.pt", 4096, 100, 6)),
+    ATTEMPT, RunClaim(3, "a" * 16, None, 2, 0), 1, 1, 2, 0, 1, (0, 1), "shared", "/r", "/r/global_step100",
+    Retention(keep_last=3), None, True, (SlotFile("a.pt", 0, 100, 5), SlotFile("sub/b.pt", 4096, 100, 6)),
 )  # fmt: skip
 FAULTY: dict[str, Any] = {
     "a file that starts beyond the slot": {"files": [("a.pt", 1 << 40, 1, 0, "shard")]},
@@ -64,8 +65,13 @@ FAULTY: dict[str, Any] = {
     "ranks twice": {"node_ranks": [1, 1]},
     "no ranks": {"node_ranks": []},
     "a layout of the future": {"layout": "striped"},
-    "keep none": {"keep_last": 0},
-    "keep text": {"keep_last": "3"},
+    "keep none": {"retention": {"keep_last": 0}},
+    "keep text": {"retention": {"keep_last": "3"}},
+    "keep by a rule of the future": {"retention": {"keep_odd": 1}},
+    "no retention": {"retention": None},
+    "a best by no mode": {"retention": {"keep_best": ["loss", "least"]}},
+    "a metric that is no number": {"metrics": [{"name": "loss", "value": float("nan")}]},
+    "a metric twice": {"metrics": [{"name": "loss", "value": 1.0}] * 2},
     "confirmed by one number": {"confirmed": [1]},
     "confirmed by text": {"confirmed": "ab"},
     "storage of 2": {"storage": 2},

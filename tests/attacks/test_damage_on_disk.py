@@ -16,6 +16,7 @@ from ckpt_engine import commit, listing, runs, settle, sweep
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.errors import ConfigError, Corrupt, StaleRun, StorageError
 from ckpt_engine.manifest import Attempt, Manifest
+from ckpt_engine.retention import Retention
 from ckpt_engine.saver.ledger import Ledger
 from ckpt_engine.slots import Header
 from ckpt_engine.storage import PosixStorage
@@ -29,7 +30,8 @@ def ledger() -> Ledger:
 
 def header_of(root: Root, attempt: Attempt, tag: str) -> Header:
     folder = str(root.path / tag)
-    return Header(attempt, claim_of(1), 0, 0, 1, 0, 1, (0,), "shared", str(root.path), folder, None, None, True, ())
+    policy = Retention()
+    return Header(attempt, claim_of(1), 0, 0, 1, 0, 1, (0,), "shared", str(root.path), folder, policy, None, True, ())
 
 
 def flip(path: Path) -> None:

@@ -15,6 +15,7 @@ from disk_model import attempt_of, claim_of, write_node
 from ckpt_engine import commit
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.errors import CkptError, StorageError
+from ckpt_engine.retention import Retention
 from ckpt_engine.saver.ledger import Ledger
 from ckpt_engine.slots import Header
 from ckpt_engine.storage.base import make_dirs, remove_tree, write_durably
@@ -98,8 +99,8 @@ def test_retention_of_one_that_cannot_go_does_not_keep_the_others(root: Root, ca
     shutil.move(root.path / "tag1", moved)
     (root.path / "tag1").symlink_to(moved)
     attempt = attempt_of(3, "tag3")
-    header = Header(attempt, claim_of(1), 0, 0, 1, 0, 1, (0,), "shared", str(root.path), f"{root.path}/tag3", 1, None,
-                    True, ())  # fmt: skip
+    header = Header(attempt, claim_of(1), 0, 0, 1, 0, 1, (0,), "shared", str(root.path), f"{root.path}/tag3",
+                    Retention(keep_last=1), None, True, ())  # fmt: skip
     (root.path / ".reading-0123456789abcdef").unlink()
     Ledger(disk, SaverOptions(), lambda: ()).retain(header, (), lambda other: False)
     assert (moved / "MANIFEST.json").exists() and not (root.path / "tag2").exists()

@@ -8,7 +8,7 @@ from typing import Any
 
 from disk_model import Killed, Watched, attempt_of, content, refuse, write_shard
 
-from ckpt_engine import commit, disk_names, runs, settle
+from ckpt_engine import commit, disk_names, listing, pins, runs, settle, sweep
 from ckpt_engine.storage.base import create_exclusive, make_dirs, write_durably, write_range
 
 from .checks import Broken, require
@@ -86,6 +86,7 @@ NEW = b"the new one"
 SHARD = ("a.pt", "sub/dir/b.pt")
 SHARDS = all_of(*(holds(commit.attempt_path(ROOT, ATTEMPT, name), content(ATTEMPT, name)) for name in SHARD))
 RECORD = commit.attempt_path(ROOT, ATTEMPT, disk_names.shard_record(0))
+PIN = f"{ROOT}/{BEFORE.tag}/{disk_names.PIN}"
 PROMISES: dict[str, tuple[Callable[[], FaultDisk], Act, Look, Look]] = {
     "write_durably_leaves_the_old_or_the_new": (
         rooted(), lambda d: write_durably(d, f"{ROOT}/x", NEW),
@@ -126,6 +127,19 @@ PROMISES: dict[str, tuple[Callable[[], FaultDisk], Act, Look, Look]] = {
         lambda d: len(runs.read_runs(d, ROOT)) == (d.find(f"{ROOT}/.run-1") is not None),
         has(f"{ROOT}/.run-1"),
     ),
+    "pin_leaves_nothing_or_the_pin_and_is_durable": (
+        lambda: prepared().disk, lambda d: pins.pin(d, pins.by_tag(d, ROOT, BEFORE.tag), "why"),
+        lambda d: pins.reason_of(d, f"{ROOT}/{BEFORE.tag}") == ("why" if d.find(PIN) is not None else ""),
+        lambda d: pins.reason_of(d, f"{ROOT}/{BEFORE.tag}") == "why",
+    ),
+    "unpin_is_durable": (
+        lambda: pinned(), lambda d: pins.unpin(d, f"{ROOT}/{BEFORE.tag}"),
+        lambda d: True, lambda d: d.find(PIN) is None,
+    ),
+    "what_was_pinned_as_it_went_is_back_and_durable": (
+        lambda: prepared().disk, lambda d: pinned_as_it_goes(d),
+        lambda d: True, lambda d: [one.pinned for one in listing.list_committed(d, ROOT).committed] == [True],
+    ),
     "roll_forward_makes_links_of_another_saver_durable": (
         unsettled, lambda d: settle.roll_forward(d, ROOT, "global_step20"), lambda d: True, has(*PLAIN),
     ),
@@ -142,6 +156,23 @@ def latest_unsynced() -> FaultDisk:
     disk = disk.settled()
     disk.write_new(f"{ROOT}/latest", b"global_step10")
     return disk
+
+
+def pinned() -> FaultDisk:
+    disk = prepared().disk
+    pins.pin(disk, pins.by_tag(disk, ROOT, BEFORE.tag), "why")
+    return disk.settled()
+
+
+def pinned_as_it_goes(disk: FaultDisk) -> None:
+    """The manifest has just become a tombstone."""
+    left = [pins.by_tag(disk, ROOT, BEFORE.tag)._replace(committed=False)]
+
+    def pin(verb: str, args: tuple[Any, ...]) -> None:
+        if verb == "read_small" and disk_names.tombstone(BEFORE.id) in args[0] and left:
+            pins.pin(disk, left.pop(), "")
+
+    sweep.remove_checkpoint(Watched(disk, pin), listing.list_committed(disk, ROOT).committed[0])
 
 
 def keep_promise(name: str) -> Tally:

@@ -15,6 +15,7 @@ from ckpt_engine.config import SaverOptions
 from ckpt_engine.control import Outcome
 from ckpt_engine.errors import CkptError, StorageError
 from ckpt_engine.manifest import Attempt, RunClaim
+from ckpt_engine.retention import Retention
 from ckpt_engine.saver.committer import Committer
 from ckpt_engine.saver.persist import Writer
 from ckpt_engine.slots import DATA_OFFSET, Header, SlotFile
@@ -154,7 +155,7 @@ class Saver:
         ranks = tuple(files)
         header = Header(
             attempt, claim, rank, ranks.index(rank), self.world, self.node, self.nodes, ranks, self.layout,
-            ROOT, f"{ROOT}/{attempt.tag}", self.keep_last, attempt.order, True, tuple(rows),
+            ROOT, f"{ROOT}/{attempt.tag}", Retention(keep_last=self.keep_last), attempt.order, True, tuple(rows),
         )  # fmt: skip
         return header, Staged(bytes(memory))
 

@@ -279,6 +279,8 @@ class Member:
         import ckpt_engine
 
         known = ckpt_engine.SaverOptions(**{**SAVER, "linger_s": 30.0, **(saver or {})})
+        if "retention" in options:
+            options["retention"] = ckpt_engine.Retention(**options["retention"])
         self.ckpt = ckpt_engine.attach(self.engine, root or self.me.root, saver=known, **options)
 
     def save(self, step: int, storage: bool = False, client: Any = None, **how: Any) -> dict[str, Any]:

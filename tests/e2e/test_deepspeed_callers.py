@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from deepspeed_team import Member, Team, committed
-from harness import Lab
+from harness import Lab, until
 
 
 def latest(root: str) -> str:
@@ -49,6 +49,27 @@ def test_a_tag_that_is_saved_again_and_again_holds_the_last_state(lab: Lab) -> N
     assert [answer["steps"] for answer in team.ok("load", tag="pytorch_model")] == [3, 3]
     assert team.ok("train", first=3, last=5) == at_5
     assert committed(lab.root) == {"pytorch_model": 3}
+    team.leave()
+
+
+def policies(me: Member) -> dict[str, Any]:
+    """Rank 0 knows the metric; both train on."""
+    for step, loss in enumerate((0.5, 0.1, 0.4, 0.3, 0.2), 1):
+        me.train(step - 1, step)
+        metrics = {"eval_loss": loss} if me.me.rank == 0 else None
+        handle = me.ckpt.save_to_storage(step, metrics=metrics)
+        if step == 3:
+            me.ckpt.pin(3, "on its way")
+        handle.result(30)
+    best = me.ckpt.restore(2)
+    return {"metrics": best.metrics, "step": best.step}
+
+
+def test_the_best_and_the_pinned_one_stay(lab: Lab) -> None:
+    policy = {"keep_last": 1, "keep_best": ["eval_loss", "min"]}
+    team = Team(lab).start(stage=1, options={"retention": policy})
+    assert team.run(policies) == [{"metrics": {"eval_loss": 0.1}, "step": 2}] * 2
+    until(lambda: set(committed(lab.root)) == {f"global_step{step}" for step in (2, 3, 5)}, 10)
     team.leave()
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ckpt_engine import restore, runs
 from ckpt_engine.manifest import Attempt, Committed, FileEntry, Manifest, Offer, RunClaim, Shard
 from ckpt_engine.names import SegmentName
+from ckpt_engine.retention import Retention
 from ckpt_engine.slots import Header, SlotFile
 from ckpt_engine.source import Held
 
@@ -194,8 +195,8 @@ def mark(attempt: Attempt) -> int:
 @lru_cache(None)
 def header_of(attempt: Attempt, claim: RunClaim, rank: int) -> Header:
     return Header(
-        attempt, claim, rank, 0, WORLD, rank, WORLD, (rank,), "shared", "/root", f"/root/{attempt.tag}", None, None,
-        False, (SlotFile(f"{rank}.pt", 0, 1, mark(attempt)),),
+        attempt, claim, rank, 0, WORLD, rank, WORLD, (rank,), "shared", "/root", f"/root/{attempt.tag}",
+        Retention(), None, False, (SlotFile(f"{rank}.pt", 0, 1, mark(attempt)),),
     )  # fmt: skip
 
 

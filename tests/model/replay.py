@@ -11,6 +11,7 @@ from disk_model import ModelDisk, content
 from ckpt_engine.errors import StorageError
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.names import SegmentName
+from ckpt_engine.retention import Retention
 from ckpt_engine.slots import DATA_OFFSET, Header, SlotFile
 from ckpt_engine.states import State, Word, check_transition
 
@@ -125,8 +126,8 @@ def header_of(attempt: Attempt, claim: RunClaim, rank: int, nodes: int, keep_las
         table.append(SlotFile(name, offset, len(data), zlib.crc32(data)))
         offset += len(data)
     return Header(
-        attempt, claim, rank, 0, nodes, rank, nodes, (rank,), "shared", ROOT, f"{ROOT}/{attempt.tag}", keep_last, None,
-        True, tuple(table),
+        attempt, claim, rank, 0, nodes, rank, nodes, (rank,), "shared", ROOT, f"{ROOT}/{attempt.tag}",
+        Retention(keep_last=keep_last), None, True, tuple(table),
     )  # fmt: skip
 
 

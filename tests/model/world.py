@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ckpt_engine.control import RankPage
 from ckpt_engine.manifest import Attempt, RunClaim
+from ckpt_engine.retention import Retention
 from ckpt_engine.saver.peers import Peer
 from ckpt_engine.slots import Header
 from ckpt_engine.states import (
@@ -92,7 +93,7 @@ def claim_of(generation: int, resumed: Order | None) -> RunClaim:
 def header_of(order: Order, rank: int, world: int) -> Header:
     return Header(
         attempt_of(order), claim_of(order[0], None), rank, rank, world, 0, 1, tuple(range(world)), "shared", "/root",
-        f"/root/step{order[1]}", None, None, True, (),
+        f"/root/step{order[1]}", Retention(), None, True, (),
     )  # fmt: skip
 
 
