@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,17 @@ def specs_of(module: str, python: str = sys.executable, *, listed: str = "SYSTEM
         names = system.variants or (name,)
         found.append(Spec(names=names, variants=system.variants or ("",), target=f"{module}:{kind}",
                           memory=system.memory, python=python))  # fmt: skip
+    return found
+
+
+def narrow(specs: Sequence[Spec], keep: Callable[[str], bool]) -> list[Spec]:
+    """Only the rows that ``keep`` is true of; a system without any is left out."""
+    found = []
+    for spec in specs:
+        pairs = [pair for pair in zip(spec.names, spec.variants, strict=True) if keep(pair[0])]
+        if pairs:
+            names, variants = zip(*pairs, strict=True)
+            found.append(dataclasses.replace(spec, names=names, variants=variants))
     return found
 
 
@@ -106,7 +118,7 @@ def batches(specs: Sequence[Spec], setting: Setting) -> list[list[Spec]]:
 
 
 def compare(rows: Rows, part: str, specs: Sequence[Spec], setting: Setting, work: Path, plan: Plan) -> None:
-    """Adds rows of the kinds save, fio, pressed, busy, verify, kill, not run; and one summary per system."""
+    """Adds rows of the kinds save, fio, pressed, busy, verify, kill, trace, not run; and one summary per system."""
     for number, batch in enumerate(batches(specs, setting)):
         facts = {"part": part, "batch": number, **dataclasses.asdict(setting)}
         Batch(rows, batch, setting, work / f"{part}-{setting.mib}-{setting.tensors}-{number}", plan, facts).run()
@@ -147,7 +159,7 @@ class Batch:
             if self.plan.verified:
                 self.in_turns(0, self.verify)
         if self.plan.killed:
-            self.kill_all()
+            self.kill_and_trace()
         self.sum_up()
         shutil.rmtree(self.work, ignore_errors=True)
 
@@ -264,16 +276,41 @@ class Batch:
 
     # -- a SIGKILL -----------------------------------------------------------------------------------------------
 
-    def kill_all(self) -> None:
+    def kill_and_trace(self) -> None:
         """Two at a time: nothing is timed any more."""
-        todo = [
-            (spec, name, variant)
-            for spec in self.specs
-            for name, variant in zip(spec.names, spec.variants, strict=True)
-            if name not in self.out and not name.startswith(RAW)
-        ]
+        work: list[Callable[[], None]] = []
+        for spec in self.specs:
+            for name, variant in zip(spec.names, spec.variants, strict=True):
+                if name in self.out or name.startswith(RAW):
+                    continue
+                work.append(partial(self.kill, spec, name, variant))
+                if pick(self.rows.rows, kind="save", **self.facts, system=name)[-1]["persistent"]:
+                    work.append(partial(self.trace, spec, name, variant))
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda one: self.kill(*one), todo))
+            for done in [pool.submit(one) for one in work]:
+                done.result()
+
+    def trace(self, spec: Spec, name: str, variant: str) -> None:
+        """What a save has synced of its files: seen from outside, whatever the system says of itself."""
+        if shutil.which("strace") is None:
+            return
+        work = self.work / f"traced-{spec.target}-{variant}".replace(" ", "_")
+        log = self.work / f"{work.name}.strace"
+        under = ["strace", "-f", "-qq", "-y", "-e", "trace=fsync,fdatasync,syncfs,sync", "-o", str(log)]
+        setting = dataclasses.replace(self.setting, mib=min(16, self.setting.mib), tensors=4)
+        with Crew(spec, setting, work, under=under) as crew:
+            try:
+                for command in ("make", "start"):
+                    crew.ask(command)
+                crew.ask("save", step=1, variant=variant)
+                before = len(log.read_text().splitlines())
+                crew.ask("save", step=2)
+            except NotRun as error:
+                self.rows.add(kind="trace", **self.facts, system=name, syncs=None, why=str(error))
+                return
+            calls = log.read_text().splitlines()[before:]
+        syncs = [line for line in calls if f"<{work}/" in line or " sync()" in line]
+        self.rows.add(kind="trace", **self.facts, system=name, syncs=len(syncs), why="")
 
     def kill(self, spec: Spec, name: str, variant: str) -> None:
         """Right after a save has returned everything is killed; then a new process looks for that save."""
@@ -354,6 +391,9 @@ def summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
         found["verdict"] = next((verdict for verdict in verdicts if verdict != "ok"), "ok")
     if kills := pick(rows, kind="kill", system=name):
         found["survives_kill"] = all(row["survives"] for row in kills)
+    traced = [row["syncs"] for row in pick(rows, kind="trace", system=name)]
+    if traced and traced[-1] is not None:
+        found["syncs"], found["fsynced"] = traced[-1], traced[-1] > 0
     return found
 
 

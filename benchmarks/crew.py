@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,19 @@ class Spec:
 class Crew:
     """The ranks of one system. A context manager: leaving it ends all that runs and removes the directory."""
 
-    def __init__(self, spec: Spec, setting: Setting, work: Path, *, resumes: Crew | None = None, most_s: float = 300):
-        """``resumes``: a crew that was killed, with the same ``work``."""
+    def __init__(
+        self,
+        spec: Spec,
+        setting: Setting,
+        work: Path,
+        *,
+        resumes: Crew | None = None,
+        under: Sequence[str] = (),
+        most_s: float = 300,
+    ) -> None:
+        """``resumes``: a crew that was killed, with the same ``work``. ``under``: a command that runs each rank."""
         self.spec, self.setting, self.work, self.most_s = spec, setting, work, most_s
+        self.under = list(under)
         self.resuming = resumes is not None
         self.mark = resumes.mark if resumes is not None else uuid.uuid4().hex
         self.step = 0
@@ -91,7 +101,7 @@ class Crew:
         }
         environment.setdefault("DS_ACCELERATOR", "cpu")
         for rank in range(setting.ranks):
-            words = [self.spec.python, str(HERE / "worker.py"), self.spec.target, "--work", str(self.work)]
+            words = [*self.under, self.spec.python, str(HERE / "worker.py"), self.spec.target, "--work", str(self.work)]
             words += ["--mib", str(setting.rank_mib), "--tensors", str(max(1, setting.tensors // setting.ranks))]
             words += ["--threads", str(setting.threads), "--multiplications", str(setting.multiplications)]
             words += ["--rank", str(rank), "--world", str(setting.ranks), "--timeout-s", str(self.most_s)]

@@ -54,23 +54,22 @@ class Comparison:
 
     def __init__(self, rows: list[Row], part: str) -> None:
         self.rows = pick(rows, kind="summary", part=part)
+        whole = [row for row in self.rows if row.get("verdict", "ok") == "ok"]
+        self.sound = [row for row in whole if not row["system"].startswith(OWN)]
         self.left_out = {row["system"]: row["reason"] for row in pick(rows, kind="not run", part=part)}
 
     def system(self, name: str) -> Row | None:
         return next((row for row in self.rows if row["system"] == name), None)
 
     def like(self, *words: str) -> list[Row]:
-        """Rows of rivals whose names hold all words."""
-        return [row for row in self.rivals() if all(word in row["system"].lower() for word in words)]
-
-    def rivals(self) -> list[Row]:
-        return [row for row in self.rows if not row["system"].startswith(OWN)]
+        """Rows of rivals that tear nothing, whose names hold all words."""
+        return [row for row in self.sound if all(word in row["system"].lower() for word in words)]
 
     def relative(self, row: Row | None, key: str) -> float | None:
         """To ours of the same batch: batches are compared by what is in each of them."""
         if row is None or row.get(key) is None:
             return None
-        own = next((one for one in self.rows if one["system"] == STORAGE and one["batch"] == row["batch"]), None)
+        own = next((one for one in self.rows if one["system"] == MEMORY and one["batch"] == row["batch"]), None)
         return None if own is None or not own["blocking_ms"] else row[key] / own["blocking_ms"]
 
     def ratio(self, ours: str, rival: Row | None, key: str = "blocking_ms") -> float | None:
@@ -94,7 +93,7 @@ def stall_targets(rows: list[Row]) -> list[Target]:
         return []
 
     def rival(words: str, most: float, ours: str = STORAGE, key: str = "blocking_ms", what: str = "") -> Target:
-        found = systems.like(*words.lower().split())
+        found = [row for row in systems.like(*words.lower().split()) if row["persistent"] or ours == MEMORY]
         label = {STORAGE: "", MEMORY: " (to memory)", OVERLAP: " (overlap)", ATTACHED: ""}[ours]
         why = next(
             (reason for name, reason in systems.left_out.items() if words.lower().split()[0] in name.lower()), ""
@@ -129,7 +128,7 @@ def stall_targets(rows: list[Row]) -> list[Target]:
         rival("lm-resiliency", 1 / 12),
         rival("nvidia-resiliency", 1 / 12),
     ]
-    lagging = [row for row in systems.rivals() if row.get("persistent")]
+    lagging = [row for row in systems.sound if row.get("persistent")]
     found.append(
         Target("lag until durable, against the best of all", 1 / 2.5, systems.against(STORAGE, lagging, "lag_ms"), " ×")
     )

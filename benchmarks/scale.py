@@ -17,7 +17,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from conduct import RAW, Plan, compare, most, specs_of
+from conduct import RAW, Plan, compare, most, narrow, specs_of
 from crew import Crew, NotRun, Setting, Spec, marked, settle
 from rows import Row, Rows, common_options, median, pick, scratch, table
 
@@ -28,13 +28,8 @@ MOST_METADATA_MS = 5.0
 
 def chosen(target: str, *words: str) -> Spec:
     """A system of ``ours``, with those of its rows that have one of the words in their names."""
-    spec = next(
-        spec for spec in specs_of("ours") + specs_of("ours", listed="LAYOUTS") if spec.target == f"ours:{target}"
-    )
-    kept = [pair for pair in zip(spec.names, spec.variants, strict=True) if any(word in pair[0] for word in words)]
-    return dataclasses.replace(
-        spec, names=tuple(name for name, _ in kept), variants=tuple(variant for _, variant in kept)
-    )
+    specs = [spec for spec in specs_of("ours") + specs_of("ours", listed="LAYOUTS") if spec.target == f"ours:{target}"]
+    return narrow(specs, lambda name: any(word in name for word in words))[0]
 
 
 def throughput(rows: Rows, args: argparse.Namespace, ranks: int, work: Path) -> Row:

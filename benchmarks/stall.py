@@ -27,12 +27,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from conduct import OURS, RAW, Plan, compare, everything, specs_of
+from conduct import OURS, RAW, Plan, compare, everything, narrow, specs_of
 from crew import Setting, Spec
 from rows import Row, Rows, common_options, pick, scratch, table
 
-FEW = ("systems:TorchSave", "systems:DcpAsync")
-"""Beside ours and the bare copies where sizes vary."""
+FEW = ("ours:Blocking", "ours:Overlap", "ours:RawCopy", "systems:TorchSave", "systems:DcpAsync")
+"""Where sizes vary."""
 MEMORY = (OURS, "ckpt_engine, overlap, memory", "torch.save + fsync", "dcp.async_save, thread")
 """Rows of a sweep."""
 STEP_MS = 40.0
@@ -53,55 +53,53 @@ def multiplications(threads: int) -> int:
 
 def systems(rows: Rows, args: argparse.Namespace, work: Path) -> None:
     specs = everything(rows, "systems", peers=args.peers)
-    if args.only:
-        specs = [spec for spec in specs if any(word in spec.target for word in ("ours:", *args.only))]
     plan = Plan(repeats=args.repeats, pressed=1, busy=2, verified=True, killed=True, fio=True)
-    compare(rows, "systems", specs, the_setting(args), work, plan)
+    compare(rows, "systems", only(args, specs), the_setting(args), work, plan)
 
 
 def ranks(rows: Rows, args: argparse.Namespace, work: Path) -> None:
     setting = replace(the_setting(args), ranks=2, threads=1, multiplications=multiplications(1))
-    compare(rows, "ranks", few(), setting, work, Plan(repeats=args.repeats, steps=1, verified=True))
+    compare(rows, "ranks", few(args), setting, work, Plan(repeats=args.repeats, steps=1, verified=True))
 
 
 def beside(rows: Rows, args: argparse.Namespace, work: Path) -> None:
     """The figure for as many threads as there are cores comes with "systems"."""
     setting = replace(the_setting(args), threads=1, multiplications=multiplications(1))
-    compare(rows, "beside", few(), setting, work, Plan(repeats=1, busy=args.repeats))
+    compare(rows, "beside", few(args), setting, work, Plan(repeats=1, busy=args.repeats))
 
 
-def sweep(rows: Rows, part: str, settings: Sequence[Setting], work: Path, repeats: int) -> None:
+def sweep(rows: Rows, part: str, settings: Sequence[Setting], args: argparse.Namespace, work: Path) -> None:
     for setting in settings:
-        compare(rows, part, few(MEMORY), setting, work, Plan(repeats=repeats, steps=1))
+        compare(rows, part, few(args, MEMORY), setting, work, Plan(repeats=args.sweep_repeats, steps=1))
 
 
 def sizes(rows: Rows, args: argparse.Namespace, work: Path) -> None:
     ladder = args.sizes or [mib for mib in (64, 256) if mib < args.mib] + [args.mib]
     settings = [replace(the_setting(args), mib=mib) for mib in ladder]
-    sweep(rows, "sizes", settings, work, args.sweep_repeats)
+    sweep(rows, "sizes", settings, args, work)
 
 
 def tensors(rows: Rows, args: argparse.Namespace, work: Path) -> None:
     ladder = [number for number in (1, 10, 100, 2000, 20000) if number <= args.most_tensors]
     settings = [replace(the_setting(args), tensors=number) for number in ladder]
-    sweep(rows, "tensors", settings, work, args.sweep_repeats)
+    sweep(rows, "tensors", settings, args, work)
 
 
 PARTS = {"systems": systems, "ranks": ranks, "beside": beside, "sizes": sizes, "tensors": tensors}
 
 
-def few(names: Sequence[str] = ()) -> list[Spec]:
+def few(args: argparse.Namespace, names: Sequence[str] = ()) -> list[Spec]:
     """Ours, the bare copies and two more; only the rows of these ``names`` and the bare copies, if any are given."""
-    found = []
-    for spec in specs_of("ours") + specs_of("systems"):
-        if spec.target.startswith("ours:") or spec.target in FEW:
-            kept = [
-                (name, variant)
-                for name, variant in zip(spec.names, spec.variants, strict=True)
-                if not names or name in names or name.startswith(RAW)
-            ]
-            found.append(replace(spec, names=tuple(name for name, _ in kept), variants=tuple(one for _, one in kept)))
-    return [spec for spec in found if spec.names]
+    found = [spec for spec in specs_of("ours") + specs_of("systems") if spec.target in FEW]
+    return only(args, narrow(found, lambda name: not names or name in names or name.startswith(RAW)))
+
+
+def only(args: argparse.Namespace, specs: Sequence[Spec]) -> list[Spec]:
+    """``--only``: the rows whose names hold one of its words, and what everything is compared with."""
+    return narrow(
+        specs,
+        lambda name: not args.only or name == OURS or name.startswith(RAW) or any(word in name for word in args.only),
+    )
 
 
 def the_setting(args: argparse.Namespace) -> Setting:
@@ -177,7 +175,9 @@ def main() -> None:
     parser.add_argument("--sweep-repeats", type=int, default=5, help="rounds of sizes and tensors")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch, in every system")
     parser.add_argument("--peers", action="store_true", help="with the rivals that have environments in .venv-peers")
-    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="systems: ours and those with a word")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="WORD", help="ours, the bare copies, and rows with such a word"
+    )
     parser.add_argument("--plot", default="", metavar="DIR", help="write PNGs there (needs matplotlib)")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
