@@ -15,6 +15,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -37,6 +38,7 @@ class Plan:
     """How many rounds, and what is measured beside them.
 
     pressed, busy: rounds of these. every, saves: of a pressed round. steps: without a save, before each save.
+    prepared_s: how long the first save comes after the start at least.
     """
 
     repeats: int = 7
@@ -48,6 +50,7 @@ class Plan:
     every: int = 4
     saves: int = 5
     steps: int = 2
+    prepared_s: float = 0.0
 
 
 def specs_of(module: str, python: str = sys.executable, *, listed: str = "SYSTEMS") -> list[Spec]:
@@ -145,6 +148,7 @@ class Batch:
                 with self.may_fail(crew):
                     self.begin(crew)
                     self.crews.append(crew)
+            time.sleep(self.plan.prepared_s)
             for crew in list(self.crews):
                 with self.may_fail(crew):
                     self.warm_up(crew)
@@ -407,8 +411,8 @@ def fio(work: Path, mib: int) -> float:
     if shutil.which("fio") is None:
         raise NotRun("fio is not installed")
     work.mkdir(parents=True, exist_ok=True)
-    words = ["fio", "--name=a", f"--filename={work}/fio", f"--size={mib}M", "--rw=write", "--bs=8M", "--direct=1"]
-    words += ["--ioengine=libaio", "--iodepth=4", "--end_fsync=1", "--output-format=json"]
+    words = ["fio", "--name=a", f"--filename={work}/fio", f"--size={mib}M", "--rw=write", "--direct=1"]
+    words += [f"--bs={min(8, mib)}M", "--ioengine=libaio", "--iodepth=4", "--end_fsync=1", "--output-format=json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     (work / "fio").unlink(missing_ok=True)
     if done.returncode:

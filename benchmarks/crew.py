@@ -243,12 +243,13 @@ def marked(mark: str) -> list[int]:
 
 
 def pss_kib(pid: int) -> int:
-    """0 if it is gone."""
+    """Its anonymous and its shared memory, without files and libraries; 0 if it is gone."""
+    total = 0
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1])
-    return 0
+            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                total += int(line.split()[1])
+    return total
 
 
 def free_mib() -> int:

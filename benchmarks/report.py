@@ -178,10 +178,10 @@ def told_targets(rows: list[Row]) -> list[Target]:
 # -- tables ---------------------------------------------------------------------------------------------------------
 
 
-def number(value: float) -> str:
+def number(value: float | None) -> str:
     """Three digits that count."""
-    if value == 0 or value != value:
-        return "0" if value == 0 else "-"
+    if value is None or value != value:
+        return "-"
     if abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.3g}"

@@ -111,12 +111,16 @@ def hard_layouts(rows: Rows, args: argparse.Namespace, work: Path) -> None:
         )
 
 
+def told(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:.2f} {unit}"
+
+
 def show(rows: list[Row]) -> str:
     lines = [
         (
             str(row["ranks"]),
-            *(f"{row[key]:.2f} GB/s" for key in ("stage1_gbs", "raw_gbs", "stage2_gbs", "fio_gbs")),
-            *(f"{row[key]:.2f} ms" for key in ("call_ms", "saver_ms", "tiny_lag_ms")),
+            *(told(row[key], "GB/s") for key in ("stage1_gbs", "raw_gbs", "stage2_gbs", "fio_gbs")),
+            *(told(row[key], "ms") for key in ("call_ms", "saver_ms", "tiny_lag_ms")),
             "pass" if row["passes"] else "falls short",
         )
         for row in pick(rows, kind="scale")

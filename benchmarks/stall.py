@@ -53,7 +53,7 @@ def multiplications(threads: int) -> int:
 
 def systems(rows: Rows, args: argparse.Namespace, work: Path) -> None:
     specs = everything(rows, "systems", peers=args.peers)
-    plan = Plan(repeats=args.repeats, pressed=1, busy=2, verified=True, killed=True, fio=True)
+    plan = Plan(repeats=args.repeats, pressed=1, busy=2, verified=True, killed=True, fio=True, prepared_s=5)
     compare(rows, "systems", only(args, specs), the_setting(args), work, plan)
 
 
@@ -117,12 +117,12 @@ def show(rows: Sequence[Row], part: str) -> str:
             if row["batch"] and row["system"] in {other["system"] for other in pick(summaries, mib=mib, batch=0)}:
                 continue  # ours and the bare copies are in every batch
             lines.append(line_of(row))
-        for row in pick(list(rows), kind="not run", part=part):
-            if row.get("mib", mib) == mib and row.get("tensors", number) == number:
-                lines.append((f"{row['system']}: not run: {row['reason']}", *[""] * 11))
         head = f"{part}: {mib} MiB in {number} tensors, {ranks_} rank(s), {threads} thread(s)"
         found.append(f"{head}\n{table(HEADER, lines)}")
-    return "\n\n".join(found)
+    left_out = {
+        f"{row['system']}: not run: {row['reason']}": None for row in pick(list(rows), kind="not run", part=part)
+    }
+    return "\n\n".join([*found, "\n".join(left_out)]).rstrip()
 
 
 HEADER = (
