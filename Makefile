@@ -61,8 +61,9 @@ bench-full:
 
 # What bench and bench-peers have measured, into the papers.
 figures: $(VENV)/package.stamp
-	$(BIN)/python benchmarks/report.py $(wildcard $(RESULTS)/*.json) --readme README.md --docs docs/performance.md
 	$(BIN)/python benchmarks/plots.py $(wildcard $(RESULTS)/*.json) --plot docs/figures
+	$(BIN)/python benchmarks/report.py $(wildcard $(RESULTS)/*.json) --readme README.md --docs docs/performance.md \
+		--figures docs/figures
 
 # Against the rivals from PyPI: each in an environment of its own, .venv-peers/<peer>, with what benchmarks/peers pins.
 # One that cannot be installed is a row that says why.
