@@ -49,7 +49,7 @@ class Plan:
     fio: bool = False
     every: int = 4
     saves: int = 5
-    steps: int = 2
+    steps: int = 1
     prepared_s: float = 0.0
 
 

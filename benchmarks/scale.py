@@ -35,7 +35,7 @@ def chosen(target: str, *words: str) -> Spec:
 def throughput(rows: Rows, args: argparse.Namespace, ranks: int, work: Path) -> Row:
     setting = Setting(mib=args.mib, tensors=args.tensors, ranks=ranks, threads=1, multiplications=1)
     specs = [chosen("Blocking", "storage"), chosen("RawCopy", "kernel", "memcpy")]
-    compare(rows, "scale", specs, setting, work, Plan(repeats=args.repeats, steps=1, fio=True))
+    compare(rows, "scale", specs, setting, work, Plan(repeats=args.repeats, fio=True))
     facts = {"part": "scale", "mib": args.mib, "ranks": ranks}
     saves = pick(rows.rows, kind="save", system=STORAGE, **facts)
     raw = [row for row in pick(rows.rows, kind="summary", **facts) if row["system"].startswith(RAW)]

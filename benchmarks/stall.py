@@ -20,10 +20,10 @@ memory that needs is computed before, and refused with numbers where it is not t
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,12 +35,13 @@ FEW = ("ours:Blocking", "ours:Overlap", "ours:RawCopy", "systems:TorchSave", "sy
 """Where sizes vary."""
 MEMORY = (OURS, "ckpt_engine, overlap, memory", "torch.save + fsync", "dcp.async_save, thread")
 """Rows of a sweep."""
-STEP_MS = 40.0
-"""Forward and backward of a step, about."""
+STEP_MS, STEP_MS_PER_MIB = 40.0, 0.25
+"""Forward and backward of a step take about that long, so that a copy may hide behind them."""
 
 
-def multiplications(threads: int) -> int:
-    """How many multiplications take ``STEP_MS`` on this machine."""
+@functools.cache
+def multiplication_ms(threads: int) -> float:
+    """How long one of the multiplications that a step is made of takes here."""
     torch.set_num_threads(threads)
     matrix = torch.randn(512, 512)
     times = []
@@ -48,41 +49,45 @@ def multiplications(threads: int) -> int:
         begin = time.perf_counter()
         torch.mm(matrix, matrix)
         times.append(1e3 * (time.perf_counter() - begin))
-    return max(1, round(STEP_MS / sorted(times)[len(times) // 2]))
+    return sorted(times)[len(times) // 2]
+
+
+def setting(args: argparse.Namespace, **other: int) -> Setting:
+    """As the options say, but for what is given."""
+    facts = {"mib": args.mib, "tensors": args.tensors, "threads": args.threads, **other}
+    step_ms = args.step_ms or max(STEP_MS, STEP_MS_PER_MIB * facts["mib"])
+    return Setting(**facts, multiplications=max(1, round(step_ms / multiplication_ms(facts["threads"]))))
 
 
 def systems(rows: Rows, args: argparse.Namespace, work: Path) -> None:
     specs = everything(rows, "systems", peers=args.peers)
     plan = Plan(repeats=args.repeats, pressed=1, busy=2, verified=True, killed=True, fio=True, prepared_s=5)
-    compare(rows, "systems", only(args, specs), the_setting(args), work, plan)
+    compare(rows, "systems", only(args, specs), setting(args), work, plan)
 
 
 def ranks(rows: Rows, args: argparse.Namespace, work: Path) -> None:
-    setting = replace(the_setting(args), ranks=2, threads=1, multiplications=multiplications(1))
-    compare(rows, "ranks", few(args), setting, work, Plan(repeats=args.repeats, steps=1, verified=True))
+    two = setting(args, ranks=2, threads=1)
+    compare(rows, "ranks", few(args), two, work, Plan(repeats=args.repeats, verified=True))
 
 
 def beside(rows: Rows, args: argparse.Namespace, work: Path) -> None:
     """The figure for as many threads as there are cores comes with "systems"."""
-    setting = replace(the_setting(args), threads=1, multiplications=multiplications(1))
-    compare(rows, "beside", few(args), setting, work, Plan(repeats=1, busy=args.repeats))
+    compare(rows, "beside", few(args), setting(args, threads=1), work, Plan(repeats=1, busy=args.repeats))
 
 
 def sweep(rows: Rows, part: str, settings: Sequence[Setting], args: argparse.Namespace, work: Path) -> None:
-    for setting in settings:
-        compare(rows, part, few(args, MEMORY), setting, work, Plan(repeats=args.sweep_repeats, steps=1))
+    for one in settings:
+        compare(rows, part, few(args, MEMORY), one, work, Plan(repeats=args.sweep_repeats))
 
 
 def sizes(rows: Rows, args: argparse.Namespace, work: Path) -> None:
     ladder = args.sizes or [mib for mib in (64, 256) if mib < args.mib] + [args.mib]
-    settings = [replace(the_setting(args), mib=mib) for mib in ladder]
-    sweep(rows, "sizes", settings, args, work)
+    sweep(rows, "sizes", [setting(args, mib=mib) for mib in ladder], args, work)
 
 
 def tensors(rows: Rows, args: argparse.Namespace, work: Path) -> None:
     ladder = [number for number in (1, 10, 100, 2000, 20000) if number <= args.most_tensors]
-    settings = [replace(the_setting(args), tensors=number) for number in ladder]
-    sweep(rows, "tensors", settings, args, work)
+    sweep(rows, "tensors", [setting(args, tensors=number) for number in ladder], args, work)
 
 
 PARTS = {"systems": systems, "ranks": ranks, "beside": beside, "sizes": sizes, "tensors": tensors}
@@ -100,10 +105,6 @@ def only(args: argparse.Namespace, specs: Sequence[Spec]) -> list[Spec]:
         specs,
         lambda name: not args.only or name == OURS or name.startswith(RAW) or any(word in name for word in args.only),
     )
-
-
-def the_setting(args: argparse.Namespace) -> Setting:
-    return Setting(mib=args.mib, tensors=args.tensors, threads=args.threads, multiplications=args.multiplications)
 
 
 def show(rows: Sequence[Row], part: str) -> str:
@@ -174,6 +175,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=[], metavar="MIB", help="of the sweep of sizes")
     parser.add_argument("--sweep-repeats", type=int, default=5, help="rounds of sizes and tensors")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch, in every system")
+    parser.add_argument("--step-ms", type=float, default=0, help="forward and backward (by the size of the state)")
     parser.add_argument("--peers", action="store_true", help="with the rivals that have environments in .venv-peers")
     parser.add_argument(
         "--only", nargs="*", default=[], metavar="WORD", help="ours, the bare copies, and rows with such a word"
@@ -182,7 +184,6 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"no part of this: {sorted(unknown)}")
-    args.multiplications = multiplications(args.threads)
     rows = Rows(args.json, bench="stall")
     with scratch(args, "stall") as work:
         for name in args.parts or PARTS:

@@ -45,7 +45,22 @@ def pick(rows: list[Row], **facts: object) -> list[Row]:
 
 def test_stall_measures_kills_and_verifies_and_the_report_and_pictures_come_from_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "stall.json"
-    words = ["systems", "sizes", "--mib", 4, "--tensors", 4, "--repeats", 2, "--sweep-repeats", 1, "--sizes", 4]
+    words = [
+        "systems",
+        "sizes",
+        "--mib",
+        4,
+        "--tensors",
+        4,
+        "--repeats",
+        2,
+        "--sweep-repeats",
+        1,
+        "--sizes",
+        4,
+        "--step-ms",
+        1,
+    ]
     printed = bench("stall", *words, "--only", "overlap, storage", "+ fsync", "--json", file, cwd=tmp_path)
     rows = rows_of(file)
     names = {row["system"] for row in pick(rows, kind="summary", part="systems")} - {"fio"}
