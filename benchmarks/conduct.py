@@ -97,34 +97,47 @@ def everything(rows: Rows, part: str, *, deepspeed: bool = True, peers: bool = F
     return found
 
 
-def batches(specs: Sequence[Spec], setting: Setting) -> list[list[Spec]]:
-    """Lists of systems that fit into memory together, ours and the bare copies in each. Exits if not even these do."""
-    base = [spec for spec in specs if spec.target in BASE]
-    others = [spec for spec in specs if spec.target not in BASE]
-    free = int(0.9 * free_mib())
-    needed = sum(spec.need_mib(setting) for spec in base)
-    largest = max((spec.need_mib(setting) for spec in others), default=0)
-    if needed + largest > free:
-        sys.exit(
-            f"{setting.mib} MiB of state need {needed + largest} MiB of memory ({needed} for ours and the bare copies,"
-            f" {largest} for the largest other system), {free} MiB may be used: give a smaller --mib"
-        )
-    found = [list(base)]
-    room = free - needed
-    for spec in others:
-        if spec.need_mib(setting) > room:
-            found.append(list(base))
-            room = free - needed
-        found[-1].append(spec)
-        room -= spec.need_mib(setting)
-    return found
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """Systems to be compared under one setting; ``part`` is in all rows."""
+
+    part: str
+    specs: Sequence[Spec]
+    setting: Setting
+    plan: Plan
+
+    def batches(self) -> list[list[Spec]]:
+        """Systems that fit into memory together, ours and the bare copies in each. Exits where there is no way."""
+        base = [spec for spec in self.specs if spec.target in BASE]
+        others = [spec for spec in self.specs if spec.target not in BASE]
+        free, needed = usable_mib(), self.need_mib(base)
+        most = needed + max((self.need_mib([spec]) for spec in others), default=0)
+        if most > free:
+            sys.exit(
+                f"{self.part}: {self.setting.mib} MiB of state need {most} MiB of memory, {needed} of them for ours and"
+                f" the bare copies; {free} MiB may be used: give a smaller --mib"
+            )
+        found = [list(base)]
+        for spec in others:
+            if self.need_mib([*found[-1], spec]) > free:
+                found.append(list(base))
+            found[-1].append(spec)
+        return [batch for batch in found if batch]
+
+    def need_mib(self, specs: Sequence[Spec]) -> int:
+        return sum(spec.need_mib(self.setting) for spec in specs)
+
+    def run(self, rows: Rows, work: Path) -> None:
+        """Adds rows of the kinds save, fio, pressed, busy, verify, kill, trace, not run; one summary per system."""
+        for number, batch in enumerate(self.batches()):
+            facts = {"part": self.part, "batch": number, **dataclasses.asdict(self.setting)}
+            name = f"{self.part}-{self.setting.mib}-{self.setting.tensors}-{number}"
+            Batch(rows, batch, self.setting, work / name, self.plan, facts).run()
 
 
-def compare(rows: Rows, part: str, specs: Sequence[Spec], setting: Setting, work: Path, plan: Plan) -> None:
-    """Adds rows of the kinds save, fio, pressed, busy, verify, kill, trace, not run; and one summary per system."""
-    for number, batch in enumerate(batches(specs, setting)):
-        facts = {"part": part, "batch": number, **dataclasses.asdict(setting)}
-        Batch(rows, batch, setting, work / f"{part}-{setting.mib}-{setting.tensors}-{number}", plan, facts).run()
+def usable_mib() -> int:
+    """A tenth of what is free stays so."""
+    return int(0.9 * free_mib())
 
 
 class Batch:

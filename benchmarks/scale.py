@@ -17,7 +17,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from conduct import RAW, Plan, compare, most, narrow, specs_of
+from conduct import RAW, Job, Plan, most, narrow, specs_of
 from crew import Crew, NotRun, Setting, Spec, marked, settle
 from rows import Row, Rows, common_options, median, pick, scratch, table
 
@@ -35,7 +35,7 @@ def chosen(target: str, *words: str) -> Spec:
 def throughput(rows: Rows, args: argparse.Namespace, ranks: int, work: Path) -> Row:
     setting = Setting(mib=args.mib, tensors=args.tensors, ranks=ranks, threads=1, multiplications=1)
     specs = [chosen("Blocking", "storage"), chosen("RawCopy", "kernel", "memcpy")]
-    compare(rows, "scale", specs, setting, work, Plan(repeats=args.repeats, fio=True))
+    Job(part="scale", specs=specs, setting=setting, plan=Plan(repeats=args.repeats, fio=True)).run(rows, work)
     facts = {"part": "scale", "mib": args.mib, "ranks": ranks}
     saves = pick(rows.rows, kind="save", system=STORAGE, **facts)
     raw = [row for row in pick(rows.rows, kind="summary", **facts) if row["system"].startswith(RAW)]

@@ -24,10 +24,11 @@ import functools
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from conduct import OURS, RAW, Plan, compare, everything, narrow, specs_of
+from conduct import OURS, RAW, Job, Plan, everything, narrow, specs_of, usable_mib
 from crew import Setting, Spec
 from rows import Row, Rows, common_options, pick, scratch, table
 
@@ -59,35 +60,39 @@ def setting(args: argparse.Namespace, **other: int) -> Setting:
     return Setting(**facts, multiplications=max(1, round(step_ms / multiplication_ms(facts["threads"]))))
 
 
-def systems(rows: Rows, args: argparse.Namespace, work: Path) -> None:
-    specs = everything(rows, "systems", peers=args.peers)
+def systems(rows: Rows, args: argparse.Namespace) -> list[Job]:
+    specs = only(args, everything(rows, "systems", peers=args.peers))
     plan = Plan(repeats=args.repeats, pressed=1, busy=2, verified=True, killed=True, fio=True, prepared_s=5)
-    compare(rows, "systems", only(args, specs), setting(args), work, plan)
+    return [Job(part="systems", specs=specs, setting=setting(args), plan=plan)]
 
 
-def ranks(rows: Rows, args: argparse.Namespace, work: Path) -> None:
-    two = setting(args, ranks=2, threads=1)
-    compare(rows, "ranks", few(args), two, work, Plan(repeats=args.repeats, verified=True))
+def ranks(rows: Rows, args: argparse.Namespace) -> list[Job]:
+    plan = Plan(repeats=args.repeats, verified=True)
+    return [Job(part="ranks", specs=few(args), setting=setting(args, ranks=2, threads=1), plan=plan)]
 
 
-def beside(rows: Rows, args: argparse.Namespace, work: Path) -> None:
+def beside(rows: Rows, args: argparse.Namespace) -> list[Job]:
     """The figure for as many threads as there are cores comes with "systems"."""
-    compare(rows, "beside", few(args), setting(args, threads=1), work, Plan(repeats=1, busy=args.repeats))
+    plan = Plan(repeats=1, busy=args.repeats)
+    return [Job(part="beside", specs=few(args), setting=setting(args, threads=1), plan=plan)]
 
 
-def sweep(rows: Rows, part: str, settings: Sequence[Setting], args: argparse.Namespace, work: Path) -> None:
-    for one in settings:
-        compare(rows, part, few(args, MEMORY), one, work, Plan(repeats=args.sweep_repeats))
-
-
-def sizes(rows: Rows, args: argparse.Namespace, work: Path) -> None:
+def sizes(rows: Rows, args: argparse.Namespace) -> list[Job]:
     ladder = args.sizes or [mib for mib in (64, 256) if mib < args.mib] + [args.mib]
-    sweep(rows, "sizes", [setting(args, mib=mib) for mib in ladder], args, work)
+    return [sweep("sizes", setting(args, mib=mib), args) for mib in ladder]
 
 
-def tensors(rows: Rows, args: argparse.Namespace, work: Path) -> None:
+def tensors(rows: Rows, args: argparse.Namespace) -> list[Job]:
     ladder = [number for number in (1, 10, 100, 2000, 20000) if number <= args.most_tensors]
-    sweep(rows, "tensors", [setting(args, tensors=number) for number in ladder], args, work)
+    return [sweep("tensors", setting(args, tensors=number), args) for number in ladder]
+
+
+def sweep(part: str, one: Setting, args: argparse.Namespace) -> Job:
+    """Where several states do not fit, one state is saved by several systems."""
+    job = Job(part=part, specs=few(args, MEMORY), setting=one, plan=Plan(repeats=args.sweep_repeats))
+    if job.need_mib(job.specs) > usable_mib():
+        return replace(job, specs=only(args, specs_of("ours", listed="LARGE")))
+    return job
 
 
 PARTS = {"systems": systems, "ranks": ranks, "beside": beside, "sizes": sizes, "tensors": tensors}
@@ -185,9 +190,12 @@ def main() -> None:
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"no part of this: {sorted(unknown)}")
     rows = Rows(args.json, bench="stall")
+    jobs = [job for name in args.parts or PARTS for job in PARTS[name](rows, args)]
+    for job in jobs:
+        job.batches()  # that they fit is known before anything runs
     with scratch(args, "stall") as work:
-        for name in args.parts or PARTS:
-            PARTS[name](rows, args, Path(work))
+        for job in jobs:
+            job.run(rows, Path(work))
     for name in args.parts or PARTS:
         print(f"\n{show(rows.rows, name)}")
     if args.plot:

@@ -111,8 +111,8 @@ def test_steps_and_plan(tmp_path: Path) -> None:
 
 
 def test_a_state_that_does_not_fit_is_refused_with_numbers_before_anything_starts(tmp_path: Path) -> None:
-    told = bench("stall", "sizes", "--mib", 100_000_000, "--sizes", 100_000_000, cwd=tmp_path, fails=True)
-    assert "need" in told and "MiB may be used: give a smaller --mib" in told
+    told = bench("stall", "systems", "--mib", 100_000_000, cwd=tmp_path, fails=True)
+    assert "100000000 MiB of state need" in told and "MiB may be used: give a smaller --mib" in told
     assert "needs" in bench("steps", "--mib", 100_000_000, cwd=tmp_path, fails=True)
 
 
