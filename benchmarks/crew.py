@@ -23,6 +23,9 @@ HERE = Path(__file__).parent
 MARK = "CKPT_ENGINE_BENCH"
 """A variable that all processes of a crew inherit, our saver among them, so that its memory can be found."""
 
+PROCESS_MIB = 300
+"""What a process with torch takes for itself."""
+
 
 class NotRun(Exception):
     """A system that could not be measured, and why."""
@@ -55,7 +58,7 @@ class Spec:
 
     def need_mib(self, setting: Setting) -> int:
         """Memory of all its processes."""
-        return int(self.memory * setting.mib) + 450 * setting.ranks
+        return int(self.memory * setting.mib) + PROCESS_MIB * setting.ranks
 
 
 class Crew:

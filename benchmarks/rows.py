@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -120,7 +121,11 @@ def common_options(parser: argparse.ArgumentParser) -> None:
 
 
 def scratch(args: argparse.Namespace, name: str) -> tempfile.TemporaryDirectory[str]:
-    """A directory of this run's own below ``--dir``, else below the current one: on a disk, as checkpoints are."""
+    """A directory of this run's own below ``--dir``, else below the current one: on a disk, as checkpoints are.
+
+    From here on SIGTERM ends the program as Ctrl-C does, so that it leaves neither processes nor files behind.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     where = args.dir or os.getcwd()
     if filesystem(Path(where)) in ("tmpfs", "ramfs"):
         print(f"{where} is memory, not a disk: give another --dir", file=sys.stderr)

@@ -32,10 +32,14 @@ def chosen(target: str, *words: str) -> Spec:
     return narrow(specs, lambda name: any(word in name for word in words))[0]
 
 
-def throughput(rows: Rows, args: argparse.Namespace, ranks: int, work: Path) -> Row:
+def job_of(args: argparse.Namespace, ranks: int) -> Job:
     setting = Setting(mib=args.mib, tensors=args.tensors, ranks=ranks, threads=1, multiplications=1)
     specs = [chosen("Blocking", "storage"), chosen("RawCopy", "kernel", "memcpy")]
-    Job(part="scale", specs=specs, setting=setting, plan=Plan(repeats=args.repeats, fio=True)).run(rows, work)
+    return Job(part="scale", specs=specs, setting=setting, plan=Plan(repeats=args.repeats, fio=True))
+
+
+def throughput(rows: Rows, args: argparse.Namespace, ranks: int, work: Path) -> Row:
+    job_of(args, ranks).run(rows, work)
     facts = {"part": "scale", "mib": args.mib, "ranks": ranks}
     saves = pick(rows.rows, kind="save", system=STORAGE, **facts)
     raw = [row for row in pick(rows.rows, kind="summary", **facts) if row["system"].startswith(RAW)]
@@ -144,6 +148,8 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=512, help="of all ranks together")
     parser.add_argument("--many-tensors", type=int, default=20000)
     args = parser.parse_args()
+    for ranks in args.ranks:
+        job_of(args, ranks).batches()  # that they fit is known before anything runs
     rows = Rows(args.json, bench="scale")
     with scratch(args, "scale") as work:
         for ranks in args.ranks:
