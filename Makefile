@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test check crash deaths soak sanitize fuzz judge bench bench-full bench-peers matrix clean
+.PHONY: demo test check crash deaths soak sanitize fuzz judge bench bench-full bench-peers figures matrix clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/python examples/demo.py
@@ -58,6 +58,12 @@ bench: $(VENV)/package.stamp
 # The same, and the sweeps up to 4 GiB and 20,000 tensors.
 bench-full:
 	$(MAKE) bench SWEEP="--most-tensors 20000 --sizes 64 256 1024 4096" SCALE="--mib 2048"
+
+# What bench and bench-peers have measured, into the papers.
+figures: $(VENV)/package.stamp
+	$(BIN)/python benchmarks/plots.py $(wildcard $(RESULTS)/*.json) --plot docs/figures
+	$(BIN)/python benchmarks/report.py $(wildcard $(RESULTS)/*.json) --readme README.md --docs docs/performance.md \
+		--figures docs/figures
 
 # Against the rivals from PyPI: each in an environment of its own, .venv-peers/<peer>, with what benchmarks/peers pins.
 # One that cannot be installed is a row that says why.

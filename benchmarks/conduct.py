@@ -15,8 +15,10 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ class Plan:
     """How many rounds, and what is measured beside them.
 
     pressed, busy: rounds of these. every, saves: of a pressed round. steps: without a save, before each save.
+    prepared_s: how long the first save comes after the start at least.
     """
 
     repeats: int = 7
@@ -46,7 +49,8 @@ class Plan:
     fio: bool = False
     every: int = 4
     saves: int = 5
-    steps: int = 2
+    steps: int = 1
+    prepared_s: float = 0.0
 
 
 def specs_of(module: str, python: str = sys.executable, *, listed: str = "SYSTEMS") -> list[Spec]:
@@ -58,6 +62,17 @@ def specs_of(module: str, python: str = sys.executable, *, listed: str = "SYSTEM
         names = system.variants or (name,)
         found.append(Spec(names=names, variants=system.variants or ("",), target=f"{module}:{kind}",
                           memory=system.memory, python=python))  # fmt: skip
+    return found
+
+
+def narrow(specs: Sequence[Spec], keep: Callable[[str], bool]) -> list[Spec]:
+    """Only the rows that ``keep`` is true of; a system without any is left out."""
+    found = []
+    for spec in specs:
+        pairs = [pair for pair in zip(spec.names, spec.variants, strict=True) if keep(pair[0])]
+        if pairs:
+            names, variants = zip(*pairs, strict=True)
+            found.append(dataclasses.replace(spec, names=names, variants=variants))
     return found
 
 
@@ -82,34 +97,47 @@ def everything(rows: Rows, part: str, *, deepspeed: bool = True, peers: bool = F
     return found
 
 
-def batches(specs: Sequence[Spec], setting: Setting) -> list[list[Spec]]:
-    """Lists of systems that fit into memory together, ours and the bare copies in each. Exits if not even these do."""
-    base = [spec for spec in specs if spec.target in BASE]
-    others = [spec for spec in specs if spec.target not in BASE]
-    free = int(0.9 * free_mib())
-    needed = sum(spec.need_mib(setting) for spec in base)
-    largest = max((spec.need_mib(setting) for spec in others), default=0)
-    if needed + largest > free:
-        sys.exit(
-            f"{setting.mib} MiB of state need {needed + largest} MiB of memory ({needed} for ours and the bare copies,"
-            f" {largest} for the largest other system), {free} MiB may be used: give a smaller --mib"
-        )
-    found = [list(base)]
-    room = free - needed
-    for spec in others:
-        if spec.need_mib(setting) > room:
-            found.append(list(base))
-            room = free - needed
-        found[-1].append(spec)
-        room -= spec.need_mib(setting)
-    return found
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """Systems to be compared under one setting; ``part`` is in all rows."""
+
+    part: str
+    specs: Sequence[Spec]
+    setting: Setting
+    plan: Plan
+
+    def batches(self) -> list[list[Spec]]:
+        """Systems that fit into memory together, ours and the bare copies in each. Exits where there is no way."""
+        base = [spec for spec in self.specs if spec.target in BASE]
+        others = [spec for spec in self.specs if spec.target not in BASE]
+        free, needed = usable_mib(), self.need_mib(base)
+        most = needed + max((self.need_mib([spec]) for spec in others), default=0)
+        if most > free:
+            sys.exit(
+                f"{self.part}: {self.setting.mib} MiB of state need {most} MiB of memory, {needed} of them for ours and"
+                f" the bare copies; {free} MiB may be used: give a smaller --mib"
+            )
+        found = [list(base)]
+        for spec in others:
+            if self.need_mib([*found[-1], spec]) > free:
+                found.append(list(base))
+            found[-1].append(spec)
+        return [batch for batch in found if batch]
+
+    def need_mib(self, specs: Sequence[Spec]) -> int:
+        return sum(spec.need_mib(self.setting) for spec in specs)
+
+    def run(self, rows: Rows, work: Path) -> None:
+        """Adds rows of the kinds save, fio, pressed, busy, verify, kill, trace, not run; one summary per system."""
+        for number, batch in enumerate(self.batches()):
+            facts = {"part": self.part, "batch": number, **dataclasses.asdict(self.setting)}
+            name = f"{self.part}-{self.setting.mib}-{self.setting.tensors}-{number}"
+            Batch(rows, batch, self.setting, work / name, self.plan, facts).run()
 
 
-def compare(rows: Rows, part: str, specs: Sequence[Spec], setting: Setting, work: Path, plan: Plan) -> None:
-    """Adds rows of the kinds save, fio, pressed, busy, verify, kill, not run; and one summary per system."""
-    for number, batch in enumerate(batches(specs, setting)):
-        facts = {"part": part, "batch": number, **dataclasses.asdict(setting)}
-        Batch(rows, batch, setting, work / f"{part}-{setting.mib}-{setting.tensors}-{number}", plan, facts).run()
+def usable_mib() -> int:
+    """A tenth of what is free stays so."""
+    return int(0.9 * free_mib())
 
 
 class Batch:
@@ -133,6 +161,7 @@ class Batch:
                 with self.may_fail(crew):
                     self.begin(crew)
                     self.crews.append(crew)
+            time.sleep(self.plan.prepared_s)
             for crew in list(self.crews):
                 with self.may_fail(crew):
                     self.warm_up(crew)
@@ -147,7 +176,7 @@ class Batch:
             if self.plan.verified:
                 self.in_turns(0, self.verify)
         if self.plan.killed:
-            self.kill_all()
+            self.kill_and_trace()
         self.sum_up()
         shutil.rmtree(self.work, ignore_errors=True)
 
@@ -264,16 +293,41 @@ class Batch:
 
     # -- a SIGKILL -----------------------------------------------------------------------------------------------
 
-    def kill_all(self) -> None:
+    def kill_and_trace(self) -> None:
         """Two at a time: nothing is timed any more."""
-        todo = [
-            (spec, name, variant)
-            for spec in self.specs
-            for name, variant in zip(spec.names, spec.variants, strict=True)
-            if name not in self.out and not name.startswith(RAW)
-        ]
+        work: list[Callable[[], None]] = []
+        for spec in self.specs:
+            for name, variant in zip(spec.names, spec.variants, strict=True):
+                if name in self.out or name.startswith(RAW):
+                    continue
+                work.append(partial(self.kill, spec, name, variant))
+                if pick(self.rows.rows, kind="save", **self.facts, system=name)[-1]["persistent"]:
+                    work.append(partial(self.trace, spec, name, variant))
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda one: self.kill(*one), todo))
+            for done in [pool.submit(one) for one in work]:
+                done.result()
+
+    def trace(self, spec: Spec, name: str, variant: str) -> None:
+        """What a save has synced of its files: seen from outside, whatever the system says of itself."""
+        if shutil.which("strace") is None:
+            return
+        work = self.work / f"traced-{spec.target}-{variant}".replace(" ", "_")
+        log = self.work / f"{work.name}.strace"
+        under = ["strace", "-f", "-qq", "-y", "-e", "trace=fsync,fdatasync,syncfs,sync", "-o", str(log)]
+        setting = dataclasses.replace(self.setting, mib=min(16, self.setting.mib), tensors=4)
+        with Crew(spec, setting, work, under=under) as crew:
+            try:
+                for command in ("make", "start"):
+                    crew.ask(command)
+                crew.ask("save", step=1, variant=variant)
+                before = len(log.read_text().splitlines())
+                crew.ask("save", step=2)
+            except NotRun as error:
+                self.rows.add(kind="trace", **self.facts, system=name, syncs=None, why=str(error))
+                return
+            calls = log.read_text().splitlines()[before:]
+        syncs = [line for line in calls if f"<{work}/" in line or " sync()" in line]
+        self.rows.add(kind="trace", **self.facts, system=name, syncs=len(syncs), why="")
 
     def kill(self, spec: Spec, name: str, variant: str) -> None:
         """Right after a save has returned everything is killed; then a new process looks for that save."""
@@ -354,6 +408,9 @@ def summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
         found["verdict"] = next((verdict for verdict in verdicts if verdict != "ok"), "ok")
     if kills := pick(rows, kind="kill", system=name):
         found["survives_kill"] = all(row["survives"] for row in kills)
+    traced = [row["syncs"] for row in pick(rows, kind="trace", system=name)]
+    if traced and traced[-1] is not None:
+        found["syncs"], found["fsynced"] = traced[-1], traced[-1] > 0
     return found
 
 
@@ -367,8 +424,8 @@ def fio(work: Path, mib: int) -> float:
     if shutil.which("fio") is None:
         raise NotRun("fio is not installed")
     work.mkdir(parents=True, exist_ok=True)
-    words = ["fio", "--name=a", f"--filename={work}/fio", f"--size={mib}M", "--rw=write", "--bs=8M", "--direct=1"]
-    words += ["--ioengine=libaio", "--iodepth=4", "--end_fsync=1", "--output-format=json"]
+    words = ["fio", "--name=a", f"--filename={work}/fio", f"--size={mib}M", "--rw=write", "--direct=1"]
+    words += [f"--bs={min(8, mib)}M", "--ioengine=libaio", "--iodepth=4", "--end_fsync=1", "--output-format=json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     (work / "fio").unlink(missing_ok=True)
     if done.returncode:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from typing import Any
 HERE = Path(__file__).parent
 MARK = "CKPT_ENGINE_BENCH"
 """A variable that all processes of a crew inherit, our saver among them, so that its memory can be found."""
+
+PROCESS_MIB = 300
+"""What a process with torch takes for itself."""
 
 
 class NotRun(Exception):
@@ -55,15 +58,25 @@ class Spec:
 
     def need_mib(self, setting: Setting) -> int:
         """Memory of all its processes."""
-        return int(self.memory * setting.mib) + 450 * setting.ranks
+        return int(self.memory * setting.mib) + PROCESS_MIB * setting.ranks
 
 
 class Crew:
     """The ranks of one system. A context manager: leaving it ends all that runs and removes the directory."""
 
-    def __init__(self, spec: Spec, setting: Setting, work: Path, *, resumes: Crew | None = None, most_s: float = 300):
-        """``resumes``: a crew that was killed, with the same ``work``."""
+    def __init__(
+        self,
+        spec: Spec,
+        setting: Setting,
+        work: Path,
+        *,
+        resumes: Crew | None = None,
+        under: Sequence[str] = (),
+        most_s: float = 300,
+    ) -> None:
+        """``resumes``: a crew that was killed, with the same ``work``. ``under``: a command that runs each rank."""
         self.spec, self.setting, self.work, self.most_s = spec, setting, work, most_s
+        self.under = list(under)
         self.resuming = resumes is not None
         self.mark = resumes.mark if resumes is not None else uuid.uuid4().hex
         self.step = 0
@@ -91,7 +104,7 @@ class Crew:
         }
         environment.setdefault("DS_ACCELERATOR", "cpu")
         for rank in range(setting.ranks):
-            words = [self.spec.python, str(HERE / "worker.py"), self.spec.target, "--work", str(self.work)]
+            words = [*self.under, self.spec.python, str(HERE / "worker.py"), self.spec.target, "--work", str(self.work)]
             words += ["--mib", str(setting.rank_mib), "--tensors", str(max(1, setting.tensors // setting.ranks))]
             words += ["--threads", str(setting.threads), "--multiplications", str(setting.multiplications)]
             words += ["--rank", str(rank), "--world", str(setting.ranks), "--timeout-s", str(self.most_s)]
@@ -233,12 +246,13 @@ def marked(mark: str) -> list[int]:
 
 
 def pss_kib(pid: int) -> int:
-    """0 if it is gone."""
+    """Its anonymous and its shared memory, without files and libraries; 0 if it is gone."""
+    total = 0
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1])
-    return 0
+            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                total += int(line.split()[1])
+    return total
 
 
 def free_mib() -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from systems import State, System
+from systems import State, System, TorchSave
 
 from ckpt_engine import _C, CheckpointEngine, Handle
 from ckpt_engine.config import copy_threads
@@ -22,6 +22,7 @@ class Blocking(System):
     overlapping = True
     memory = 3.4  # the state, two slots and their head-room
     staging = "blocking"
+    slots = 2
     variants = ("ckpt_engine, memory", "ckpt_engine, storage")
 
     def __init__(self, work: Path, **place: Any) -> None:
@@ -38,7 +39,9 @@ class Blocking(System):
 
     def start(self, state: State) -> None:
         super().start(state)
-        self.engine = CheckpointEngine(self.work / "root", keep_last=2, on_error="raise", staging=self.staging)
+        self.engine = CheckpointEngine(
+            self.work / "root", keep_last=2, slots=self.slots, on_error="raise", staging=self.staging
+        )
         self.guard_state()
         if not self.resuming:
             self.engine.prepare(self.files())
@@ -166,6 +169,47 @@ class RawCopy(System):
         self.pool.shutdown()
 
 
+class Together(System):
+    """Ours, the bare copies and ``torch.save`` of one state in one process, where several states would not fit."""
+
+    memory = 3.4  # the state, one slot, and what the bare copies copy into
+    variants = (Blocking.variants[0], *RawCopy.variants, "torch.save + fsync")
+
+    def start(self, state: State) -> None:
+        super().start(state)
+        self.systems: dict[str, System] = {}
+        for kind in (Blocking, RawCopy, TorchSave):
+            system = kind(self.work, rank=self.rank, world=self.world, resuming=self.resuming)
+            if isinstance(system, Blocking):
+                system.slots = 1
+            system.start(state)
+            self.systems |= dict.fromkeys(kind.variants, system)
+
+    @property
+    def fsynced(self) -> bool:  # type: ignore[override]
+        return self.persistent
+
+    @property
+    def persistent(self) -> bool:  # type: ignore[override]
+        return "fsync" in self.variant
+
+    @property
+    def chosen(self) -> System:
+        system = self.systems[self.variant]
+        system.variant = self.variant
+        return system
+
+    def save(self, step: int) -> None:
+        self.chosen.save(step)
+
+    def load(self, step: int) -> State:
+        return self.chosen.load(step)
+
+    def close(self) -> None:
+        for system in set(self.systems.values()):
+            system.close()
+
+
 Move = tuple[int, int, int]
 """To, from, how many bytes."""
 
@@ -195,3 +239,4 @@ def move_all(moves: list[Move]) -> None:
 
 SYSTEMS = [("ckpt_engine", "Blocking"), ("ckpt_engine, overlap", "Overlap"), ("raw", "RawCopy")]
 LAYOUTS = [("ckpt_engine, 200 files", "ManyFiles")]
+LARGE = [("together", "Together")]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rows import Row, pick, read
+from rows import Row, of_one_run, pick, read
 
 OURS, RIVAL, BARE = "#1b6ca8", "#9a9a9a", "#d98b2b"
 
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="what stall.py wrote with --json")
     parser.add_argument("--plot", required=True, metavar="DIR")
     args = parser.parse_args()
-    for file in draw(read(args.files), Path(args.plot)):
+    for file in draw(of_one_run(read(args.files)), Path(args.plot)):
         print(file)
 
 

@@ -1,6 +1,6 @@
 """Tables of what was measured, with the targets and who reached them; nothing in them is typed by hand.
 
-    python benchmarks/report.py FILE… [--readme README.md] [--docs docs/performance.md]
+    python benchmarks/report.py FILE… [--readme README.md] [--docs docs/performance.md] [--figures docs/figures]
 
 ``FILE``: what the benchmarks wrote with ``--json``. Prints the tables as Markdown. ``--readme`` and ``--docs`` put them
 between the lines ``<!-- performance -->`` and ``<!-- end of performance -->`` of these files instead.
@@ -9,18 +9,20 @@ between the lines ``<!-- performance -->`` and ``<!-- end of performance -->`` o
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rows import Row, pick, read
+from rows import Row, of_one_run, pick, read
 
 MEMORY, STORAGE = "ckpt_engine, memory", "ckpt_engine, storage"
 OVERLAP = "ckpt_engine, overlap, storage"
 STOCK, ATTACHED = "DeepSpeed save_checkpoint", "DeepSpeed with ckpt_engine, storage"
 THREAD, SHM = "dcp.async_save, thread", "dcp.async_save, process, shm, async staging"
 OWN = ("ckpt_engine", "raw: ", "fio", "DeepSpeed with ckpt_engine")
+SHORT = "**falls short**"
 BEGIN, END = "<!-- performance -->", "<!-- end of performance -->"
 
 
@@ -41,7 +43,7 @@ class Target:
         if self.value is None or self.value != self.value:
             return f"not measured{f': {self.why}' if self.why else ''}"
         reached = self.value >= self.most if self.least else self.value <= self.most
-        return "pass" if reached else "**falls short**"
+        return "pass" if reached else SHORT
 
     @property
     def line(self) -> list[str]:
@@ -54,23 +56,22 @@ class Comparison:
 
     def __init__(self, rows: list[Row], part: str) -> None:
         self.rows = pick(rows, kind="summary", part=part)
+        whole = [row for row in self.rows if row.get("verdict", "ok") == "ok"]
+        self.sound = [row for row in whole if not row["system"].startswith(OWN)]
         self.left_out = {row["system"]: row["reason"] for row in pick(rows, kind="not run", part=part)}
 
     def system(self, name: str) -> Row | None:
         return next((row for row in self.rows if row["system"] == name), None)
 
     def like(self, *words: str) -> list[Row]:
-        """Rows of rivals whose names hold all words."""
-        return [row for row in self.rivals() if all(word in row["system"].lower() for word in words)]
-
-    def rivals(self) -> list[Row]:
-        return [row for row in self.rows if not row["system"].startswith(OWN)]
+        """Rows of rivals that tear nothing, whose names hold all words."""
+        return [row for row in self.sound if all(word in row["system"].lower() for word in words)]
 
     def relative(self, row: Row | None, key: str) -> float | None:
         """To ours of the same batch: batches are compared by what is in each of them."""
         if row is None or row.get(key) is None:
             return None
-        own = next((one for one in self.rows if one["system"] == STORAGE and one["batch"] == row["batch"]), None)
+        own = next((one for one in self.rows if one["system"] == MEMORY and one["batch"] == row["batch"]), None)
         return None if own is None or not own["blocking_ms"] else row[key] / own["blocking_ms"]
 
     def ratio(self, ours: str, rival: Row | None, key: str = "blocking_ms") -> float | None:
@@ -85,7 +86,7 @@ class Comparison:
 
 def targets(rows: list[Row]) -> list[Target]:
     """What was set out to be reached, for everything that was measured."""
-    return [*stall_targets(rows), *own_targets(rows), *told_targets(rows)]
+    return [*stall_targets(rows), *own_targets(rows)]
 
 
 def stall_targets(rows: list[Row]) -> list[Target]:
@@ -94,7 +95,7 @@ def stall_targets(rows: list[Row]) -> list[Target]:
         return []
 
     def rival(words: str, most: float, ours: str = STORAGE, key: str = "blocking_ms", what: str = "") -> Target:
-        found = systems.like(*words.lower().split())
+        found = [row for row in systems.like(*words.lower().split()) if row["persistent"] or ours == MEMORY]
         label = {STORAGE: "", MEMORY: " (to memory)", OVERLAP: " (overlap)", ATTACHED: ""}[ours]
         why = next(
             (reason for name, reason in systems.left_out.items() if words.lower().split()[0] in name.lower()), ""
@@ -129,7 +130,7 @@ def stall_targets(rows: list[Row]) -> list[Target]:
         rival("lm-resiliency", 1 / 12),
         rival("nvidia-resiliency", 1 / 12),
     ]
-    lagging = [row for row in systems.rivals() if row.get("persistent")]
+    lagging = [row for row in systems.sound if row.get("persistent")]
     found.append(
         Target("lag until durable, against the best of all", 1 / 2.5, systems.against(STORAGE, lagging, "lag_ms"), " ×")
     )
@@ -167,22 +168,24 @@ def own_targets(rows: list[Row]) -> list[Target]:
     return found
 
 
-def told_targets(rows: list[Row]) -> list[Target]:
-    """Benchmarks may say themselves what they were to reach, in rows of the kind "target"."""
-    return [
-        Target(f"{row['bench']}: {row['name']}", row["bound"], row.get("value"), row.get("unit", ""),
-               row.get("why", ""), bool(row.get("least")))
-        for row in pick(rows, kind="target")
-    ]  # fmt: skip
+def told(rows: list[Row]) -> list[Row]:
+    """What ``persist.py`` and ``restore.py`` have judged themselves, and what they measured beside."""
+    return [row for bench in ("persist", "restore") for row in pick(rows, bench=bench, kind="summary")]
+
+
+def of_what(row: Row) -> str:
+    if row.get("of_fio") is not None:
+        return f"{number(row['of_fio'])} of fio, {number(row.get('cpu_s_per_gb'))} CPU s per GB"
+    return row.get("against") or "-"
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------
 
 
-def number(value: float) -> str:
+def number(value: float | None) -> str:
     """Three digits that count."""
-    if value == 0 or value != value:
-        return "0" if value == 0 else "-"
+    if value is None or value != value:
+        return "-"
     if abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.3g}"
@@ -194,10 +197,11 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def hardware(rows: list[Row]) -> str:
-    found = pick(rows, kind="machine")
-    if not found:
+    machines = {row["run"]: row for row in pick(rows, kind="machine")}
+    if not machines:
         return ""
-    one = found[-1]
+    measured = [row["run"] for row in pick(rows, kind="summary", part="systems") if row["run"] in machines]
+    one = machines[(measured or list(machines))[0]]
     return (
         f"{one['cpu']}, {one['cores']} cores, {one['memory_gib']} GiB of memory, Linux {one['kernel']}, "
         f"Python {one['python']}, torch {one['torch']}, {one['date']}."
@@ -269,7 +273,11 @@ def sweep_table(rows: list[Row], part: str, key: str) -> str:
 def full(rows: list[Row]) -> str:
     """Everything."""
     parts = [hardware(rows)]
-    if lines := [target.line for target in targets(rows)]:
+    lines = [target.line for target in targets(rows)]
+    for row in told(rows):
+        if row["passes"] is not None:
+            lines.append([f"{row['bench']}: {row['way']}", "", of_what(row), "pass" if row["passes"] else SHORT])
+    if lines:
         parts += ["### Targets", markdown(["against", "target", "measured", ""], lines)]
     for part, title in (("systems", "All systems"), ("ranks", "Two ranks, one thread each"), ("beside", "One thread")):
         if pick(rows, kind="summary", part=part):
@@ -292,6 +300,10 @@ def full(rows: list[Row]) -> str:
         header = ["ranks", "stage 1, GB/s", "bare copy", "stage 2, GB/s", "fio", "call, ms", "saver's CPU per rank, ms"]
         lines = [[str(row["ranks"]), *(number(row[key]) for key in keys)] for row in found]
         parts += [f"### {found[0]['mib']} MiB in all, by ranks", markdown(header, lines)]
+    for bench in ("persist", "restore"):
+        if found := pick(told(rows), bench=bench):
+            lines = [[row["way"], number(row["s"]), number(row["gbs"]), of_what(row)] for row in found]
+            parts += [f"### {bench.capitalize()}", markdown(["", "s", "GB/s", ""], lines)]
     return "\n\n".join(parts)
 
 
@@ -300,17 +312,32 @@ def brief(rows: list[Row]) -> str:
     one = next(iter(pick(rows, kind="summary", part="systems")), None)
     if one is None:
         sys.exit("no rows of stall.py systems in these files: there is nothing to put into the README")
-    reached = [target for target in targets(rows) if target.value is not None]
-    short = [target for target in reached if target.verdict != "pass"]
+    verdicts = [target.verdict for target in targets(rows) if target.value is not None]
+    verdicts += ["pass" if row["passes"] else SHORT for row in told(rows) if row["passes"] is not None]
     return "\n\n".join(
         [
             f"{one['mib']} MiB in {one['tensors']} tensors, one rank, median of {one['repeats']}, interleaved in one "
             f"run of `benchmarks/stall.py`. {hardware(rows)}",
             systems_table(rows, brief=True),
-            f"{len(reached) - len(short)} of {len(reached)} targets are reached; they, and sweeps: "
+            f"{verdicts.count('pass')} of {len(verdicts)} targets are reached; they, and sweeps: "
             "[docs/performance.md](docs/performance.md).",
         ]
     )
+
+
+FIGURES = {
+    "stall.png": "Blocking time of a save, by system",
+    "steps.png": "Step times of a run with saves",
+    "sizes.png": "Blocking time by size of the state",
+    "tensors.png": "Blocking time by number of tensors",
+}
+
+
+def pictures(folder: str, paper: Path, names: Sequence[str]) -> str:
+    """Links from ``paper`` to those that were drawn."""
+    there = [name for name in names if folder and (Path(folder) / name).exists()]
+    relative = os.path.relpath(folder, paper.parent) if folder else ""
+    return "\n\n".join(f"![{FIGURES[name]}]({relative}/{name})" for name in there)
 
 
 def put(text: str, file: Path) -> None:
@@ -319,7 +346,7 @@ def put(text: str, file: Path) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         sys.exit(f"{file} has no lines {BEGIN} and {END}")
-    file.write_text(f"{before}{begin}\n{text}\n\n{end}{after}")
+    file.write_text(f"{before}{begin}\n{text.strip()}\n\n{end}{after}")
 
 
 def main() -> None:
@@ -327,12 +354,12 @@ def main() -> None:
     parser.add_argument("files", nargs="+", metavar="FILE")
     parser.add_argument("--readme", default="", metavar="FILE")
     parser.add_argument("--docs", default="", metavar="FILE")
+    parser.add_argument("--figures", default="", metavar="DIR", help="with pictures of plots.py, to be linked")
     args = parser.parse_args()
-    rows = read(args.files)
-    if args.readme:
-        put(brief(rows), Path(args.readme))
-    if args.docs:
-        put(full(rows), Path(args.docs))
+    rows = of_one_run(read(args.files))
+    for file, text, names in ((args.readme, brief, ["stall.png"]), (args.docs, full, list(FIGURES))):
+        if file:
+            put(f"{text(rows)}\n\n{pictures(args.figures, Path(file), names)}", Path(file))
     if not args.readme and not args.docs:
         print(full(rows))
 

@@ -7,10 +7,13 @@ import json
 import math
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
 import time
+import uuid
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ class Rows:
     def __init__(self, file: str = "", **always: Any) -> None:
         """``always``: what every row says."""
         self.rows: list[Row] = []
-        self._always = always
+        self._always = {**always, "run": uuid.uuid4().hex[:8]}
         self._file = Path(file) if file else None
         if self._file is not None:
             self._file.write_text("")
@@ -52,6 +55,18 @@ def pick(rows: list[Row], **facts: Any) -> list[Row]:
 def read(files: Sequence[str]) -> list[Row]:
     """The rows of some ``--json`` files."""
     return [json.loads(line) for file in files for line in Path(file).read_text().splitlines() if line.strip()]
+
+
+def of_one_run(rows: list[Row]) -> list[Row]:
+    """For each part of each benchmark the rows of one run, as only they may be compared: of that which has most."""
+    sums: Counter[tuple[str, str, str]] = Counter()
+    for row in rows:
+        sums[row["bench"], row.get("part", ""), row["run"]] += row["kind"] == "summary"
+    chosen: dict[tuple[str, str], str] = {}
+    for (bench, part, run), number in sums.items():  # in the order of the files: of equals the last
+        if number >= sums[bench, part, chosen.get((bench, part), run)]:
+            chosen[bench, part] = run
+    return [row for row in rows if row["kind"] == "machine" or chosen[row["bench"], row.get("part", "")] == row["run"]]
 
 
 def short(value: Any) -> Any:
@@ -106,7 +121,11 @@ def common_options(parser: argparse.ArgumentParser) -> None:
 
 
 def scratch(args: argparse.Namespace, name: str) -> tempfile.TemporaryDirectory[str]:
-    """A directory of this run's own below ``--dir``, else below the current one: on a disk, as checkpoints are."""
+    """A directory of this run's own below ``--dir``, else below the current one: on a disk, as checkpoints are.
+
+    From here on SIGTERM ends the program as Ctrl-C does, so that it leaves neither processes nor files behind.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     where = args.dir or os.getcwd()
     if filesystem(Path(where)) in ("tmpfs", "ramfs"):
         print(f"{where} is memory, not a disk: give another --dir", file=sys.stderr)

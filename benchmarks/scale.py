@@ -17,7 +17,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from conduct import RAW, Plan, compare, most, specs_of
+from conduct import RAW, Job, Plan, most, narrow, specs_of
 from crew import Crew, NotRun, Setting, Spec, marked, settle
 from rows import Row, Rows, common_options, median, pick, scratch, table
 
@@ -28,19 +28,18 @@ MOST_METADATA_MS = 5.0
 
 def chosen(target: str, *words: str) -> Spec:
     """A system of ``ours``, with those of its rows that have one of the words in their names."""
-    spec = next(
-        spec for spec in specs_of("ours") + specs_of("ours", listed="LAYOUTS") if spec.target == f"ours:{target}"
-    )
-    kept = [pair for pair in zip(spec.names, spec.variants, strict=True) if any(word in pair[0] for word in words)]
-    return dataclasses.replace(
-        spec, names=tuple(name for name, _ in kept), variants=tuple(variant for _, variant in kept)
-    )
+    specs = [spec for spec in specs_of("ours") + specs_of("ours", listed="LAYOUTS") if spec.target == f"ours:{target}"]
+    return narrow(specs, lambda name: any(word in name for word in words))[0]
+
+
+def job_of(args: argparse.Namespace, ranks: int) -> Job:
+    setting = Setting(mib=args.mib, tensors=args.tensors, ranks=ranks, threads=1, multiplications=1)
+    specs = [chosen("Blocking", "storage"), chosen("RawCopy", "kernel", "memcpy")]
+    return Job(part="scale", specs=specs, setting=setting, plan=Plan(repeats=args.repeats, fio=True))
 
 
 def throughput(rows: Rows, args: argparse.Namespace, ranks: int, work: Path) -> Row:
-    setting = Setting(mib=args.mib, tensors=args.tensors, ranks=ranks, threads=1, multiplications=1)
-    specs = [chosen("Blocking", "storage"), chosen("RawCopy", "kernel", "memcpy")]
-    compare(rows, "scale", specs, setting, work, Plan(repeats=args.repeats, steps=1, fio=True))
+    job_of(args, ranks).run(rows, work)
     facts = {"part": "scale", "mib": args.mib, "ranks": ranks}
     saves = pick(rows.rows, kind="save", system=STORAGE, **facts)
     raw = [row for row in pick(rows.rows, kind="summary", **facts) if row["system"].startswith(RAW)]
@@ -116,12 +115,16 @@ def hard_layouts(rows: Rows, args: argparse.Namespace, work: Path) -> None:
         )
 
 
+def told(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:.2f} {unit}"
+
+
 def show(rows: list[Row]) -> str:
     lines = [
         (
             str(row["ranks"]),
-            *(f"{row[key]:.2f} GB/s" for key in ("stage1_gbs", "raw_gbs", "stage2_gbs", "fio_gbs")),
-            *(f"{row[key]:.2f} ms" for key in ("call_ms", "saver_ms", "tiny_lag_ms")),
+            *(told(row[key], "GB/s") for key in ("stage1_gbs", "raw_gbs", "stage2_gbs", "fio_gbs")),
+            *(told(row[key], "ms") for key in ("call_ms", "saver_ms", "tiny_lag_ms")),
             "pass" if row["passes"] else "falls short",
         )
         for row in pick(rows, kind="scale")
@@ -145,6 +148,8 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=512, help="of all ranks together")
     parser.add_argument("--many-tensors", type=int, default=20000)
     args = parser.parse_args()
+    for ranks in args.ranks:
+        job_of(args, ranks).batches()  # that they fit is known before anything runs
     rows = Rows(args.json, bench="scale")
     with scratch(args, "scale") as work:
         for ranks in args.ranks:

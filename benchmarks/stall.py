@@ -20,6 +20,7 @@ memory that needs is computed before, and refused with numbers where it is not t
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
 from collections.abc import Sequence
@@ -27,20 +28,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from conduct import OURS, RAW, Plan, compare, everything, specs_of
+from conduct import OURS, RAW, Job, Plan, everything, narrow, specs_of, usable_mib
 from crew import Setting, Spec
 from rows import Row, Rows, common_options, pick, scratch, table
 
-FEW = ("systems:TorchSave", "systems:DcpAsync")
-"""Beside ours and the bare copies where sizes vary."""
+FEW = ("ours:Blocking", "ours:Overlap", "ours:RawCopy", "systems:TorchSave", "systems:DcpAsync")
+"""Where sizes vary."""
 MEMORY = (OURS, "ckpt_engine, overlap, memory", "torch.save + fsync", "dcp.async_save, thread")
 """Rows of a sweep."""
-STEP_MS = 40.0
-"""Forward and backward of a step, about."""
+STEP_MS, STEP_MS_PER_MIB = 40.0, 0.25
+"""Forward and backward of a step take about that long, so that a copy may hide behind them."""
 
 
-def multiplications(threads: int) -> int:
-    """How many multiplications take ``STEP_MS`` on this machine."""
+@functools.cache
+def multiplication_ms(threads: int) -> float:
+    """How long one of the multiplications that a step is made of takes here."""
     torch.set_num_threads(threads)
     matrix = torch.randn(512, 512)
     times = []
@@ -48,64 +50,66 @@ def multiplications(threads: int) -> int:
         begin = time.perf_counter()
         torch.mm(matrix, matrix)
         times.append(1e3 * (time.perf_counter() - begin))
-    return max(1, round(STEP_MS / sorted(times)[len(times) // 2]))
+    return sorted(times)[len(times) // 2]
 
 
-def systems(rows: Rows, args: argparse.Namespace, work: Path) -> None:
-    specs = everything(rows, "systems", peers=args.peers)
-    if args.only:
-        specs = [spec for spec in specs if any(word in spec.target for word in ("ours:", *args.only))]
-    plan = Plan(repeats=args.repeats, pressed=1, busy=2, verified=True, killed=True, fio=True)
-    compare(rows, "systems", specs, the_setting(args), work, plan)
+def setting(args: argparse.Namespace, **other: int) -> Setting:
+    """As the options say, but for what is given."""
+    facts = {"mib": args.mib, "tensors": args.tensors, "threads": args.threads, **other}
+    step_ms = args.step_ms or max(STEP_MS, STEP_MS_PER_MIB * facts["mib"])
+    return Setting(**facts, multiplications=max(1, round(step_ms / multiplication_ms(facts["threads"]))))
 
 
-def ranks(rows: Rows, args: argparse.Namespace, work: Path) -> None:
-    setting = replace(the_setting(args), ranks=2, threads=1, multiplications=multiplications(1))
-    compare(rows, "ranks", few(), setting, work, Plan(repeats=args.repeats, steps=1, verified=True))
+def systems(rows: Rows, args: argparse.Namespace) -> list[Job]:
+    specs = only(args, everything(rows, "systems", peers=args.peers))
+    plan = Plan(repeats=args.repeats, pressed=1, busy=2, verified=True, killed=True, fio=True, prepared_s=5)
+    return [Job(part="systems", specs=specs, setting=setting(args), plan=plan)]
 
 
-def beside(rows: Rows, args: argparse.Namespace, work: Path) -> None:
+def ranks(rows: Rows, args: argparse.Namespace) -> list[Job]:
+    plan = Plan(repeats=args.repeats, verified=True)
+    return [Job(part="ranks", specs=few(args), setting=setting(args, ranks=2, threads=1), plan=plan)]
+
+
+def beside(rows: Rows, args: argparse.Namespace) -> list[Job]:
     """The figure for as many threads as there are cores comes with "systems"."""
-    setting = replace(the_setting(args), threads=1, multiplications=multiplications(1))
-    compare(rows, "beside", few(), setting, work, Plan(repeats=1, busy=args.repeats))
+    plan = Plan(repeats=1, busy=args.repeats)
+    return [Job(part="beside", specs=few(args), setting=setting(args, threads=1), plan=plan)]
 
 
-def sweep(rows: Rows, part: str, settings: Sequence[Setting], work: Path, repeats: int) -> None:
-    for setting in settings:
-        compare(rows, part, few(MEMORY), setting, work, Plan(repeats=repeats, steps=1))
-
-
-def sizes(rows: Rows, args: argparse.Namespace, work: Path) -> None:
+def sizes(rows: Rows, args: argparse.Namespace) -> list[Job]:
     ladder = args.sizes or [mib for mib in (64, 256) if mib < args.mib] + [args.mib]
-    settings = [replace(the_setting(args), mib=mib) for mib in ladder]
-    sweep(rows, "sizes", settings, work, args.sweep_repeats)
+    return [sweep("sizes", setting(args, mib=mib), args) for mib in ladder]
 
 
-def tensors(rows: Rows, args: argparse.Namespace, work: Path) -> None:
+def tensors(rows: Rows, args: argparse.Namespace) -> list[Job]:
     ladder = [number for number in (1, 10, 100, 2000, 20000) if number <= args.most_tensors]
-    settings = [replace(the_setting(args), tensors=number) for number in ladder]
-    sweep(rows, "tensors", settings, work, args.sweep_repeats)
+    return [sweep("tensors", setting(args, tensors=number), args) for number in ladder]
+
+
+def sweep(part: str, one: Setting, args: argparse.Namespace) -> Job:
+    """Where several states do not fit, one state is saved by several systems."""
+    job = Job(part=part, specs=few(args, MEMORY), setting=one, plan=Plan(repeats=args.sweep_repeats))
+    if job.need_mib(job.specs) > usable_mib():
+        return replace(job, specs=only(args, specs_of("ours", listed="LARGE")))
+    return job
 
 
 PARTS = {"systems": systems, "ranks": ranks, "beside": beside, "sizes": sizes, "tensors": tensors}
 
 
-def few(names: Sequence[str] = ()) -> list[Spec]:
+def few(args: argparse.Namespace, names: Sequence[str] = ()) -> list[Spec]:
     """Ours, the bare copies and two more; only the rows of these ``names`` and the bare copies, if any are given."""
-    found = []
-    for spec in specs_of("ours") + specs_of("systems"):
-        if spec.target.startswith("ours:") or spec.target in FEW:
-            kept = [
-                (name, variant)
-                for name, variant in zip(spec.names, spec.variants, strict=True)
-                if not names or name in names or name.startswith(RAW)
-            ]
-            found.append(replace(spec, names=tuple(name for name, _ in kept), variants=tuple(one for _, one in kept)))
-    return [spec for spec in found if spec.names]
+    found = [spec for spec in specs_of("ours") + specs_of("systems") if spec.target in FEW]
+    return only(args, narrow(found, lambda name: not names or name in names or name.startswith(RAW)))
 
 
-def the_setting(args: argparse.Namespace) -> Setting:
-    return Setting(mib=args.mib, tensors=args.tensors, threads=args.threads, multiplications=args.multiplications)
+def only(args: argparse.Namespace, specs: Sequence[Spec]) -> list[Spec]:
+    """``--only``: the rows whose names hold one of its words, and what everything is compared with."""
+    return narrow(
+        specs,
+        lambda name: not args.only or name == OURS or name.startswith(RAW) or any(word in name for word in args.only),
+    )
 
 
 def show(rows: Sequence[Row], part: str) -> str:
@@ -119,12 +123,12 @@ def show(rows: Sequence[Row], part: str) -> str:
             if row["batch"] and row["system"] in {other["system"] for other in pick(summaries, mib=mib, batch=0)}:
                 continue  # ours and the bare copies are in every batch
             lines.append(line_of(row))
-        for row in pick(list(rows), kind="not run", part=part):
-            if row.get("mib", mib) == mib and row.get("tensors", number) == number:
-                lines.append((f"{row['system']}: not run: {row['reason']}", *[""] * 11))
         head = f"{part}: {mib} MiB in {number} tensors, {ranks_} rank(s), {threads} thread(s)"
         found.append(f"{head}\n{table(HEADER, lines)}")
-    return "\n\n".join(found)
+    left_out = {
+        f"{row['system']}: not run: {row['reason']}": None for row in pick(list(rows), kind="not run", part=part)
+    }
+    return "\n\n".join([*found, "\n".join(left_out)]).rstrip()
 
 
 HEADER = (
@@ -176,17 +180,22 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=[], metavar="MIB", help="of the sweep of sizes")
     parser.add_argument("--sweep-repeats", type=int, default=5, help="rounds of sizes and tensors")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch, in every system")
+    parser.add_argument("--step-ms", type=float, default=0, help="forward and backward (by the size of the state)")
     parser.add_argument("--peers", action="store_true", help="with the rivals that have environments in .venv-peers")
-    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="systems: ours and those with a word")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="WORD", help="ours, the bare copies, and rows with such a word"
+    )
     parser.add_argument("--plot", default="", metavar="DIR", help="write PNGs there (needs matplotlib)")
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"no part of this: {sorted(unknown)}")
-    args.multiplications = multiplications(args.threads)
     rows = Rows(args.json, bench="stall")
+    jobs = [job for name in args.parts or PARTS for job in PARTS[name](rows, args)]
+    for job in jobs:
+        job.batches()  # that they fit is known before anything runs
     with scratch(args, "stall") as work:
-        for name in args.parts or PARTS:
-            PARTS[name](rows, args, Path(work))
+        for job in jobs:
+            job.run(rows, Path(work))
     for name in args.parts or PARTS:
         print(f"\n{show(rows.rows, name)}")
     if args.plot:

@@ -243,7 +243,9 @@ def main() -> None:
             if worker is None:
                 worker = Worker(args)
             answer = worker.obey(command)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # DCP's CheckpointException is no Exception
             traceback.print_exc()
             answer = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
         answers.write(json.dumps(answer) + "\n")
