@@ -80,7 +80,8 @@ def write_file(
 def read_file(path: str, dst: Buffer, *, offset: int, nbytes: int, threads: int = 1) -> int:
     """Read exactly ``nbytes`` of ``path`` from its start into ``dst[offset:]``; returns their CRC-32.
 
-    Reads in parallel, with the CRC in the same pass. Raises OSError (errno kept), EOFError if the file is
+    Reads in parallel, with the CRC in the same pass: what is in the page cache from there, the rest by O_DIRECT
+    where address and file system allow it. Fresh memory is touched on the way. Raises OSError (errno kept), EOFError if the file is
     shorter than ``nbytes``, ValueError if it does not fit ``dst``.
     """
 

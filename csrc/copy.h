@@ -20,6 +20,8 @@ struct Range {
 // which loses its core to a neighbour does not keep the others waiting.
 constexpr size_t kPiece = 2 << 20;
 
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14; older kernels refuse it, older headers lack it
+
 // A part of a range, and its CRC.
 struct Piece : Range {
     size_t range;

@@ -10,7 +10,7 @@
 #include <memory>
 
 #include "arguments.h"
-#include "pool.h"
+#include "copy.h"
 
 namespace ckpt {
 
@@ -70,7 +70,6 @@ class Populate {
 
     // False when the memory cannot be had.
     static bool touch(uint8_t* data, size_t nbytes) {
-        constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14; older kernels and headers lack it
         const size_t page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
         const auto into_page = [page](uint8_t* byte) { return reinterpret_cast<uintptr_t>(byte) % page; };
         if (::madvise(data - into_page(data), into_page(data) + nbytes, kPopulateWrite) == 0) return true;

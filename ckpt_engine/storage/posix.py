@@ -24,7 +24,7 @@ _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
 _CANNOT_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _CANNOT_REMOVE = frozenset({*_ABSENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY})
 _CHUNK_BYTES = 8 << 20
-_IN_FLIGHT = 2  # chunks of a file; more gained nothing (docs/performance.md)
+_WRITES, _READS = 2, 4  # pieces of one file in flight; more gained nothing (docs/performance.md)
 
 
 class Call(NamedTuple):
@@ -74,7 +74,7 @@ class PosixStorage(Storage):
                 offset=offset,
                 nbytes=count,
                 direct=direct,
-                threads=_IN_FLIGHT,
+                threads=_WRITES,
                 limit=self._limit,
                 mode=0o777 if executable else 0o666,
                 progress=counter,
@@ -147,7 +147,7 @@ class PosixStorage(Storage):
     def read_into(self, path: str, buffer: WriteableBuffer, *, offset: int, nbytes: int, threads: int = 1) -> int:
         with _translated("read", path):
             try:
-                return _C.read_file(path, buffer, offset=offset, nbytes=nbytes, threads=threads)
+                return _C.read_file(path, buffer, offset=offset, nbytes=nbytes, threads=max(threads, _READS))
             except EOFError as error:
                 got = self.size(path)
                 message = f"{path}: truncated, want {nbytes} bytes and found {got}"
