@@ -81,8 +81,8 @@ def read_file(path: str, dst: Buffer, *, offset: int, nbytes: int, threads: int 
     """Read exactly ``nbytes`` of ``path`` from its start into ``dst[offset:]``; returns their CRC-32.
 
     Reads in parallel, with the CRC in the same pass: what is in the page cache from there, the rest by O_DIRECT
-    where address and file system allow it. Fresh memory is touched on the way. Raises OSError (errno kept), EOFError if the file is
-    shorter than ``nbytes``, ValueError if it does not fit ``dst``.
+    where address and file system allow it. Fresh memory is touched on the way. Raises OSError (errno kept),
+    EOFError if the file is shorter than ``nbytes``, ValueError if it does not fit ``dst``.
     """
 
 class Populate:

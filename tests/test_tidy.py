@@ -22,7 +22,7 @@ ROOMS = {name for name in FILES if not name.endswith("__init__")}
 
 MAX_FILE_LINES, MAX_CSRC_LINES, MAX_NAMES = 320, 1000, 10
 MAX_LINES = 7110
-"""4,000 was the aim (design, §4). It grew with staging during the step, retention, and persist at the speed of the disk."""
+"""4,000 was the aim (design, §4). It grew with staging during the step, retention, and persist at disk speed."""
 LONGER = {
     "slots": 350,
     "pt_pickle": 360,
