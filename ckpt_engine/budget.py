@@ -1,20 +1,25 @@
-"""How many slots a node can hold: shared memory counts against /dev/shm, the machine and every cgroup level.
+"""What this node has for us. Memory: how many slots it can hold; processors: how many threads copy into them.
 
-Exceeding a cgroup is an OOM kill, not ENOSPC, so all limits are read before a byte is reserved.
+Shared memory counts against /dev/shm, the machine and every cgroup level. Exceeding a cgroup is an OOM kill, not
+ENOSPC, so all limits are read before a byte is reserved.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_engine import shm
+from ckpt_engine import config, shm
 from ckpt_engine.errors import ShmFull
 from ckpt_engine.events import warn_once
 
 _UNLIMITED = 1 << 60
 _RESERVE_BYTES = 64 << 20
+_MOST_THREADS = 8
+_CGROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 GROWTH = 1.1
 """A slot is reserved for this much more than the image it was made for."""
 
@@ -27,7 +32,7 @@ class Room:
     limit: str
 
 
-def room(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> Room:
+def room(cgroup_root: Path = _CGROUPS, proc: Path = _PROC) -> Room:
     """The tightest of tmpfs free, MemAvailable and (limit - use) of every cgroup above this process."""
     rooms = [
         Room(shm.free_bytes(), "/dev/shm"),
@@ -64,6 +69,31 @@ def slots_for_node(*, wanted: int, slot_bytes: int, local_ranks: int, held_bytes
     )
 
 
+def copy_threads(asked: int, local_world: int, cgroup_root: Path = _CGROUPS, proc: Path = _PROC) -> int:
+    """Threads for one copy: what was asked, else this rank's share of the processors (1..8).
+
+    That is what affinity and the quota of every cgroup leave to one of ``local_world`` ranks, or OMP_NUM_THREADS where
+    that is less: whoever sets it has divided the machine already.
+    """
+    if asked:
+        return asked
+    processors = min([len(os.sched_getaffinity(0)), *_quotas(cgroup_root, proc)])
+    share = min(int(processors) // max(1, local_world), config.omp_threads() or _MOST_THREADS)
+    return max(1, min(_MOST_THREADS, share))
+
+
+def _quotas(root: Path, proc: Path) -> Iterator[float]:
+    """Processors that a cgroup may use at once, for each level that has such a limit."""
+    for level, unified in _levels(root, proc, "cpu"):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            if unified:
+                quota, period = (level / "cpu.max").read_text().split()
+            else:
+                quota, period = ((level / f"cpu.cfs_{what}_us").read_text() for what in ("quota", "period"))
+            if int(quota) > 0:
+                yield int(quota) / int(period)
+
+
 def _mem_available(proc: Path) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in (proc / "meminfo").read_text().splitlines():
@@ -88,25 +118,26 @@ def _reclaimable(path: Path) -> int:
     return 0
 
 
-def _cgroups(root: Path, proc: Path) -> list[Room]:
+def _cgroups(root: Path, proc: Path) -> Iterator[Room]:
     """Free memory of every level of cgroup v2 and of the v1 memory controller."""
-    rooms: list[Room] = []
+    for level, unified in _levels(root, proc, "memory"):
+        limit = level / ("memory.max" if unified else "memory.limit_in_bytes")
+        most, used = _number(limit), _number(level / ("memory.current" if unified else "memory.usage_in_bytes"))
+        if most is not None and used is not None and most < _UNLIMITED:
+            yield Room(max(0, most - used + _reclaimable(level / "memory.stat")), str(limit))
+
+
+def _levels(root: Path, proc: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """Every cgroup that this process is in, of v2 (True) and of the v1 ``controller``, from its own to the root."""
     with contextlib.suppress(OSError, ValueError):
         for line in (proc / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                base, limit, use = root, "memory.max", "memory.current"
-            elif "memory" in controllers.split(","):
-                base, limit, use = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            else:
+            if controllers and controller not in controllers.split(","):
                 continue
+            base = root / controller if controllers else root
             level = base / path.lstrip("/")
             while True:
-                most, used = _number(level / limit), _number(level / use)
-                if most is not None and used is not None and most < _UNLIMITED:
-                    free = max(0, most - used + _reclaimable(level / "memory.stat"))
-                    rooms.append(Room(free, str(level / limit)))
+                yield level, not controllers
                 if level in (base, level.parent):
                     break
                 level = level.parent
-    return rooms

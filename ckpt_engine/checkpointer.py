@@ -14,8 +14,9 @@ from typing import Any
 
 from ckpt_engine import image, pins
 from ckpt_engine.agreement import agree_on_confirmed, agree_on_root, agree_on_run, leave_other_lines
+from ckpt_engine.budget import copy_threads
 from ckpt_engine.buffers import Buffers
-from ckpt_engine.config import Options, copy_threads, hook_from_environment, require_linux, whole
+from ckpt_engine.config import Options, hook_from_environment, require_linux, whole
 from ckpt_engine.device import Lanes
 from ckpt_engine.errors import CkptError, ConfigError, Corrupt, StagingError
 from ckpt_engine.events import log, span

@@ -124,12 +124,10 @@ def whole(key: str, value: object, low: int, high: int) -> int:
     return number
 
 
-def copy_threads(asked: int, local_world: int) -> int:
-    """Threads for one copy: what was asked, else this rank's share of the cores it may run on (1..8)."""
-    if asked:
-        return asked
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(8, cores // max(1, local_world)))
+def omp_threads() -> int:
+    """OMP_NUM_THREADS, its first level; 0 if it says nothing."""
+    text = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(text) if text.isdecimal() else 0
 
 
 def require_linux() -> None:

@@ -39,9 +39,10 @@ class CheckpointEngine(Face):
     next save if an earlier one did not become a checkpoint. staging: "blocking", or "overlap": what the guarded
     optimizers own is copied during forward and backward (see ``guard``), or "auto": "overlap" where that is worth it.
     verify_staging: read late tensors twice, to find who changes them. slot_bytes: reserve slots of this size at once
-    (see ``prepare``). layout: "shared" root or "node-local" ones. name, job,
-    node_id: parts of the names in shared memory, for containers that see one root under several paths; two live jobs
-    never share a root, whatever their names. rank, world_size: only without torch.distributed.
+    (see ``prepare``). threads: of one copy; 0 is this rank's share of the processors. layout: "shared" root or
+    "node-local" ones. name, job, node_id: parts of the names in shared memory, for containers that see one root under
+    several paths; two live jobs never share a root, whatever their names. rank, world_size: only without
+    torch.distributed.
 
     Raises ConfigError for what cannot be right, SaverError if no saver can run.
     """
@@ -59,6 +60,7 @@ class CheckpointEngine(Face):
         staging: str = "blocking",
         verify_staging: bool = False,
         slot_bytes: int = 0,
+        threads: int = 0,
         layout: str = "shared",
         job: str = "",
         name: str = "default",
@@ -79,6 +81,7 @@ class CheckpointEngine(Face):
             staging=staging,
             verify_staging=verify_staging,
             slot_bytes=slot_bytes,
+            threads=threads,
             retention=one_policy(keep_last, retention),
             saver=saver or SaverOptions(),
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine import budget, shm
-from ckpt_engine.budget import Room, room, slots_for_node
+from ckpt_engine.budget import Room, copy_threads, room, slots_for_node
 from ckpt_engine.errors import ShmFull
 
 MIB = 1 << 20
@@ -98,3 +98,40 @@ def test_all_slots_of_all_local_ranks_must_fit_else_one_each_else_an_error_that_
 
 def test_a_slot_leaves_room_to_grow() -> None:
     assert budget.GROWTH > 1
+
+
+def threads(tree: Path, local_world: int, asked: int = 0) -> int:
+    return copy_threads(asked, local_world, tree / "cg", tree / "proc")
+
+
+@pytest.fixture
+def sixteen(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with 16 processors."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return tree
+
+
+def test_a_rank_copies_with_its_share_of_the_processors(sixteen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [threads(sixteen, ranks) for ranks in (1, 4, 16, 64)] == [8, 4, 1, 1]
+    assert threads(sixteen, 64, asked=3) == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert [threads(sixteen, ranks) for ranks in (1, 4, 16)] == [2, 2, 1]
+
+
+def test_no_cgroup_has_more_threads_than_its_quota_leaves(sixteen: Path) -> None:
+    (sixteen / "proc/self/cgroup").write_text("4:cpu,cpuacct:/v1\n0::/pod/inner\n")
+    put(sixteen / "cg/pod/inner", cpu__max="max 100000\n")
+    put(sixteen / "cg/pod", cpu__max="650000 100000\n")
+    assert [threads(sixteen, ranks) for ranks in (1, 2, 4, 8)] == [6, 3, 1, 1]
+    put(sixteen / "cg/cpu/v1", cpu__cfs_quota_us="-1\n", cpu__cfs_period_us="100000\n")
+    assert threads(sixteen, 1) == 6
+    put(sixteen / "cg/cpu/v1", cpu__cfs_quota_us="50000\n", cpu__cfs_period_us="100000\n")
+    assert threads(sixteen, 1) == 1
+
+
+@pytest.mark.parametrize("text", ["", "max", "x 100000", "100000 0"])
+def test_a_quota_that_cannot_be_read_is_none(sixteen: Path, text: str) -> None:
+    (sixteen / "proc/self/cgroup").write_text("0::/c\n")
+    put(sixteen / "cg/c", cpu__max=text)
+    assert threads(sixteen, 1) == 8

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine import events
-from ckpt_engine.config import Options, SaverOptions, copy_threads, hook_from_environment, saver_environment, whole
+from ckpt_engine.config import Options, SaverOptions, hook_from_environment, omp_threads, saver_environment, whole
 from ckpt_engine.errors import ConfigError
 
 BAD: list[tuple[str, Any]] = [
@@ -81,10 +81,10 @@ def test_whole_numbers_of_any_integer_type_are_taken() -> None:
         whole("step", numpy.float64(7), 0, 10)
 
 
-def test_a_rank_takes_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    assert [copy_threads(0, ranks) for ranks in (1, 4, 16, 64)] == [8, 4, 1, 1]
-    assert copy_threads(3, 64) == 3
+@pytest.mark.parametrize(("text", "number"), [("4", 4), (" 2,3", 2), ("", 0), ("many", 0), ("-1", 0)])
+def test_of_omp_num_threads_the_first_level_counts(text: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert omp_threads() == number
 
 
 def test_a_saver_inherits_few_variables(monkeypatch: pytest.MonkeyPatch) -> None:

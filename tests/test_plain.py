@@ -19,7 +19,7 @@ from ckpt_engine.restore import look
 from ckpt_engine.waits import Deadline, until
 
 OPTIONS = ["keep_last", "retention", "slots", "when_busy", "wait_s", "on_error", "staging", "verify_staging"]
-OPTIONS += ["slot_bytes", "layout", "job", "name", "saver", "rank", "world_size", "node_id"]
+OPTIONS += ["slot_bytes", "threads", "layout", "job", "name", "saver", "rank", "world_size", "node_id"]
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def engine(tmp_path: Path):  # type: ignore[no-untyped-def]
     engine.close()
 
 
-def test_the_options_are_these_sixteen_by_keyword() -> None:
+def test_the_options_are_these_seventeen_by_keyword() -> None:
     parameters = inspect.signature(CheckpointEngine).parameters
     assert list(parameters) == ["root", *OPTIONS]
     assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in OPTIONS)

@@ -39,6 +39,7 @@ from ckpt_engine.integrations.deepspeed_shim import (
     tag_in,
     wrapped,
 )
+from ckpt_engine.integrations.deepspeed_size import make_slots
 from ckpt_engine.manifest import Committed, FileEntry
 from ckpt_engine.metrics import Metrics
 from ckpt_engine.restore import RestoreReport
@@ -68,6 +69,7 @@ def attach(
     staging: str = "blocking",
     verify_staging: bool = False,
     slot_bytes: int = 0,
+    threads: int = 0,
     layout: str = "",
     job: str = "",
     name: str = "default",
@@ -96,10 +98,14 @@ def attach(
         staging=staging,
         verify_staging=verify_staging,
         slot_bytes=slot_bytes,
+        threads=threads,
         retention=one_policy(keep_last, retention),
         saver=saver or SaverOptions(),
     )
-    return DeepSpeedCheckpointer(engine, Checkpointer(root, options, rank=None, world_size=None))
+    core = Checkpointer(root, options, rank=None, world_size=None)
+    if not slot_bytes:
+        make_slots(core, engine)
+    return DeepSpeedCheckpointer(engine, core)
 
 
 class DeepSpeedCheckpointer(Face):

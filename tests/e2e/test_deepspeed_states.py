@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from deepspeed_team import Team
+from deepspeed_team import Member, Team
 from harness import Lab
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -45,6 +45,26 @@ def test_a_state_that_grows_after_the_first_real_step_gets_a_larger_slot(lab: La
     team = Team(lab).start(**how)
     assert {report["step"] for report in team.ok("restore")} == {9}
     assert team.ok("digest") != at_9 and team.ok("train", first=9, last=11) == at_11
+    team.leave()
+
+
+def scene_first_save(rank: Member) -> dict[str, Any]:
+    """The slots from attach on, and after the first save; what that took."""
+    buffers = rank.ckpt._core.buffers
+    before = {str(slot.name): slot.capacity for slot in buffers.mine()}
+    rank.train(0, 1)
+    nbytes = rank.save(1)["nbytes"]
+    return {"before": before, "after": {str(slot.name): slot.capacity for slot in buffers.mine()}, "nbytes": nbytes}
+
+
+@pytest.mark.parametrize(
+    "state", sorted(STATES.keys() - {"moe-zero0"})
+)  # its experts' files hold more; that slot grows
+def test_slots_are_there_from_attach_on_and_fit_the_first_save(lab: Lab, state: str) -> None:
+    team = Team(lab).start(**STATES[state])
+    for answer in team.run(scene_first_save):
+        assert answer["before"] == answer["after"], answer
+        assert all(capacity <= 1.6 * answer["nbytes"] + (1 << 18) for capacity in answer["before"].values()), answer
     team.leave()
 
 
