@@ -1,7 +1,9 @@
-"""objects → ``.pt`` layout; the only file that knows the torch zip (with ``pt_pickle`` and ``pt_zip`` behind it)."""
+"""objects → ``.pt`` layout; with ``pt_pickle``, ``pt_layout`` and ``pt_zip`` all that knows the torch zip."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import inspect
 import mmap
 import operator
@@ -19,7 +21,8 @@ from torch import Tensor, UntypedStorage
 
 from ckpt_engine import config
 from ckpt_engine.errors import RestoreError, UnsupportedLeaf
-from ckpt_engine.pt_pickle import Layout, Survey, TwoTypes, survey
+from ckpt_engine.pt_layout import Layout, TwoTypes
+from ckpt_engine.pt_pickle import Survey, survey
 from ckpt_engine.pt_zip import Archive
 
 if TYPE_CHECKING:
@@ -125,7 +128,8 @@ def plan(obj: object, name: str = "", cache: PlanCache | None = None) -> Image:
     ``name`` is for messages. Raises UnsupportedLeaf with the path of the leaf for what torch.save refuses.
     """
     try:
-        return _plan(obj, cache)
+        with _uncollected():
+            return _plan(obj, cache)
     except MemoryError:
         raise
     except Exception as error:
@@ -167,10 +171,22 @@ _CAN_LOAD_IN_PLACE = _can_load_in_place()
 """If not, ``torch.load`` copies every tensor once more."""
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Thousands of small objects come, and stay for a moment: no reason to look through all that the program has."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _plan(obj: object, cache: PlanCache | None) -> Image:
-    found = survey(obj)
     layout = cache._last if cache is not None else None
-    if layout is None or layout.facts != found.facts:
+    found = survey(obj, layout)
+    if layout is None or (layout.facts is not found.facts and layout.facts != found.facts):
         layout = Layout(found)
     addresses = list(map(UntypedStorage.data_ptr, found.storages))
     layout.check(found.storages, addresses)

@@ -1,9 +1,8 @@
 """objects → the pickle of a ``.pt`` file, in two passes, with every storage cut to the bytes that are referenced.
 
 The first pass (``Skeleton``) pickles the object with a *hole* for every tensor, and so captures all the rest by value.
-Then all tensors are known, hence which bytes of each storage are needed. The second pass (``Layout``) pickles what
+Then all tensors are known, hence which bytes of each storage are needed. The second pass (``pt_layout``) pickles what
 fills the holes: torch's own reduction of each tensor, its storage being a record that holds just these bytes.
-Fillings depend on nothing but ``Facts``, so they can be kept and a repeat pays for the first pass only.
 
 Sources: ``torch/serialization.py`` (``_save``), ``torch/_tensor.py`` (``__reduce_ex__``), ``torch/_utils.py``
 (``_rebuild_…``); the opcodes: ``pickletools.py`` of CPython. Nothing of torch is patched.
@@ -13,25 +12,22 @@ from __future__ import annotations
 
 import copyreg
 import io
-import operator
 import pickle
 import secrets
-import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch._tensor import _rebuild_from_type_v2
 from torch._utils import _rebuild_qtensor, _rebuild_tensor_v2, _rebuild_tensor_v3
 from torch.nn import Parameter
-from torch.serialization import location_tag
-from torch.storage import TypedStorage, _dtype_to_storage_type_map
+from torch.storage import TypedStorage
 
-from ckpt_engine.pt_zip import Records
+if TYPE_CHECKING:
+    from ckpt_engine.pt_layout import Layout
 
-_PROTOCOL = 2  # torch.save's
-_HOST = "cpu"
+PROTOCOL = 2  # torch.save's
 _NO_STORAGE = {"meta", "xla", "maia", "mtia"}  # devices whose tensors torch reduces without a storage
 _PACKED = {torch.quint4x2, torch.quint2x4}  # several elements in a byte: never cut
 _QUANTISED = {torch.qint8, torch.quint8, torch.qint32, *_PACKED}
@@ -61,13 +57,13 @@ class Skeleton(pickle.Pickler):
 
     def __init__(self, obj: object, *, strict: bool) -> None:
         out = io.BytesIO()
-        super().__init__(out, protocol=_PROTOCOL)
+        super().__init__(out, protocol=PROTOCOL)
         self.order: list[Hole] = []
         self.rich: list[Tensor] = []  # tensors that are more than their data
         self.has_views = False
         self._strict = strict
         self._classes = {Tensor, Parameter, TypedStorage, UntypedStorage, View} - copyreg.dispatch_table.keys()
-        self._mark, separator = _draw_mark()
+        self._mark, separator = draw_mark()
         self.dump(obj)
         end = out.tell()
         self.dump([])  # PROTO 2, EMPTY_LIST, (LONG_)BINPUT n, STOP: n is the number of memo entries so far
@@ -88,7 +84,7 @@ class Skeleton(pickle.Pickler):
             self.has_views = True
             if cls is not View:
                 dtype = obj.dtype if cls is TypedStorage else torch.uint8
-                obj = View(obj, dtype, None, 0, _untyped(obj).nbytes())
+                obj = View(obj, dtype, None, 0, untyped(obj).nbytes())
         self.order.append(obj)
         return self._mark  # an int, because these leave no trace in the memo
 
@@ -97,9 +93,9 @@ class Skeleton(pickle.Pickler):
         cls = type(obj)
         if not issubclass(cls, Tensor) or cls in copyreg.dispatch_table:
             return NotImplemented
-        reduced = obj.__reduce_ex__(_PROTOCOL)
+        reduced = obj.__reduce_ex__(PROTOCOL)
         self.rich.append(obj)
-        return reduced if isinstance(reduced, str) else (reduced[0], _with_hole(*reduced[:2]), *reduced[2:])
+        return reduced if isinstance(reduced, str) else (reduced[0], with_hole(*reduced[:2]), *reduced[2:])
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -108,20 +104,20 @@ def _is_plain(tensor: Any) -> bool:
     return tensor.device.type not in _NO_STORAGE
 
 
-def _with_hole(function: Any, args: Any) -> Any:
+def with_hole(function: Any, args: Any) -> Any:
     """The arguments of a reduction, with one hole in place of storage and offset.
 
     One for two, since a tuple of more than three is written as MARK … TUPLE, which says nothing of its length.
     """
     if function is _rebuild_from_type_v2:
         inner, cls, inner_args, state = args
-        return inner, cls, _with_hole(inner, inner_args), state
+        return inner, cls, with_hole(inner, inner_args), state
     if function not in _CUTTABLE:
         return args
     storage, offset, size, stride = args[:4]
     dtype = args[6] if function is _rebuild_tensor_v3 else storage.dtype
-    reach = (0, _untyped(storage).nbytes()) if dtype in _PACKED else _reach(dtype, offset, size, stride)
-    return (View(storage, dtype, offset, *reach), *args[2:])
+    span = (0, untyped(storage).nbytes()) if dtype in _PACKED else reach(dtype, offset, size, stride)
+    return (View(storage, dtype, offset, *span), *args[2:])
 
 
 class Facts(NamedTuple):
@@ -142,9 +138,14 @@ class Facts(NamedTuple):
 
 
 class Survey:
-    """What the first pass found: the holes, each once, the storages in the order of their records, and the facts."""
+    """What the first pass found: the holes, each once, the storages in the order of their records, and the facts.
 
-    def __init__(self, skeleton: Skeleton) -> None:
+    ``facts`` are those of ``known`` itself if they are the same.
+    """
+
+    facts: Facts
+
+    def __init__(self, skeleton: Skeleton, known: Layout | None = None) -> None:
         self.skeleton = skeleton
         self.holes = list({id(hole): hole for hole in skeleton.order}.values())
         tensors: list[Any] = self.holes
@@ -153,7 +154,7 @@ class Survey:
             views = [(index, hole) for index, hole in enumerate(self.holes) if isinstance(hole, View)]
             tensors = [hole for hole in self.holes if isinstance(hole, Tensor)]
         # Storages are told apart by their C++ object, as torch.save does: all empty ones have the same, null, address.
-        self.storages = [*map(Tensor.untyped_storage, tensors), *(_untyped(view.storage) for _, view in views)]
+        self.storages = [*map(Tensor.untyped_storage, tensors), *(untyped(view.storage) for _, view in views)]
         ids = [storage._cdata for storage in self.storages]
         owners = list(range(len(ids)))
         if len(set(ids)) < len(ids):
@@ -161,29 +162,36 @@ class Survey:
             numbers = {cdata: number for number, cdata in enumerate(unique)}
             owners = [numbers[cdata] for cdata in ids]
             self.storages = list(unique.values())
-        offsets: Any = map(Tensor.storage_offset, tensors)
+        # A power of two: a growing state seldom moves it, and a reader hardly wastes memory.
+        memo_base = 1 << max(8, skeleton.memo_size.bit_length())
+        offsets: list[Any] = list(map(Tensor.storage_offset, tensors))
+        grads = [tensor.requires_grad for tensor in tensors]
+        if known is not None and not views and known.fits(tensors, memo_base, owners, offsets, grads):
+            self.facts = known.facts
+            return
         dtypes = [tensor.dtype for tensor in tensors]
         self.facts = Facts(
-            # A power of two: a growing state seldom moves it, and a reader hardly wastes memory.
-            memo_base=1 << max(8, skeleton.memo_size.bit_length()),
+            memo_base=memo_base,
             devices=[storage.device for storage in self.storages],
             owners=owners,
             views=[(index, type(view.storage), *view[1:]) for index, view in views],
             classes=list(map(type, tensors)),
             dtypes=dtypes,
-            offsets=list(offsets),
+            offsets=offsets,
             sizes=[tensor.shape for tensor in tensors],
             strides=list(map(Tensor.stride, tensors)),
-            grads=[tensor.requires_grad for tensor in tensors],
+            grads=grads,
             negs=list(map(Tensor.is_neg, tensors)),
             conjs=list(map(Tensor.is_conj, tensors)) if any(dtype.is_complex for dtype in set(dtypes)) else [],
         )
 
 
-def survey(obj: object) -> Survey:
+def survey(obj: object, known: Layout | None = None) -> Survey:
     """The first pass. Trusts that tensors are plain, since a look at each would double its cost, then verifies."""
     try:
-        found = Survey(Skeleton(obj, strict=False))
+        found = Survey(Skeleton(obj, strict=False), known)
+        if known is not None and found.facts is known.facts:
+            return found
         devices = {device.type for device in set(found.facts.devices)}
         if _QUANTISED.isdisjoint(found.facts.dtypes) and _NO_STORAGE.isdisjoint(devices):
             return found
@@ -192,131 +200,7 @@ def survey(obj: object) -> Survey:
     return Survey(Skeleton(obj, strict=True))
 
 
-class Layout:
-    """Which span of each storage is a record, and what fills the holes. Never changed once it is made."""
-
-    def __init__(self, survey: Survey) -> None:
-        facts, storages = survey.facts, survey.storages
-        self.facts = facts
-        one_each = dict(zip(facts.devices, storages, strict=True))
-        tags = {device: location_tag(storage) for device, storage in one_each.items()}
-        self.locations = [tags[device] for device in facts.devices]
-        if "meta" in {device.type for device in facts.devices}:
-            raise NotImplementedError("a storage on the meta device has no bytes")
-        self.on_host = [device.type == _HOST for device in facts.devices]
-        reaches = [
-            *map(_reach, facts.dtypes, facts.offsets, facts.sizes, facts.strides),
-            *(v[-2:] for v in facts.views),
-        ]
-        starts, self.ends = [sys.maxsize] * len(storages), [0] * len(storages)
-        for number, (first, last) in zip(facts.owners, reaches, strict=True):
-            if first < last:
-                # No element has more than 16 bytes, so offsets counted in elements of any dtype stay whole.
-                starts[number] = min(starts[number], first & ~15)
-                self.ends[number] = max(self.ends[number], last)
-        self.starts = list(map(min, starts, self.ends))
-        dtypes = [*facts.dtypes, *(view[2] for view in facts.views)]
-        saved = [dtype if dtype in _dtype_to_storage_type_map() else torch.uint8 for dtype in dtypes]
-        self._saved_dtypes = list(dict.fromkeys(zip(facts.owners, saved, strict=True)))
-        self.records = Records(list(map(operator.sub, self.ends, self.starts)))
-        self._fillings = _Filler(self, storages).fill(survey.holes)
-
-    def check(self, storages: list[UntypedStorage], addresses: list[int]) -> None:
-        """Refuse what facts do not tell: a storage smaller than its tensors, data saved as two types."""
-        if not all(map(operator.ge, map(UntypedStorage.nbytes, storages), self.ends)):
-            raise RuntimeError("its storage is smaller than the tensor")
-        if len(self._saved_dtypes) > len(addresses) or len(set(addresses)) < len(addresses):
-            seen: dict[int, torch.dtype] = {}
-            for number, dtype in self._saved_dtypes:
-                if addresses[number] and seen.setdefault(addresses[number], dtype) is not dtype:
-                    raise TwoTypes(addresses[number])
-
-    def fill(self, skeleton: Skeleton) -> bytes:
-        """The pickle: into the hole of a tensor goes all of it at first, then where the memo has it."""
-        fillings, order = self._fillings, skeleton.order
-        if len(order) > len(fillings):
-            rest = iter(fillings)
-            first: dict[int, bytes] = {}
-            fillings = []
-            for key in map(id, order):
-                if key in first:  # a tensor, so its filling ends in LONG_BINPUT and the place in the memo
-                    fillings.append(pickle.LONG_BINGET + first[key][-4:])
-                else:
-                    first[key] = next(rest)
-                    fillings.append(first[key])
-        parts = [b""] * (2 * len(order) + 1)
-        parts[0::2] = skeleton.pieces
-        parts[1::2] = fillings
-        return b"".join(parts)
-
-
-class _Filler(pickle.Pickler):
-    """Second pass: pickles what fills the holes as torch.save would, but for the sizes and offsets of storages."""
-
-    def __init__(self, layout: Layout, storages: list[UntypedStorage]) -> None:
-        self._out = io.BytesIO()
-        super().__init__(self._out, protocol=_PROTOCOL)
-        self._layout = layout
-        self._numbers = {storage._cdata: number for number, storage in enumerate(storages)}
-
-    def fill(self, holes: list[Hole]) -> list[bytes]:
-        self.dump([[] for _ in range(self._layout.facts.memo_base - 1)])  # takes the skeleton's part of the memo
-        start = self._out.tell()
-        mark, separator = _draw_mark()
-        row: list[object] = [mark]
-        for hole in holes:
-            if isinstance(hole, Tensor):
-                row += (hole, mark)
-            elif hole.offset is None:
-                row += (hole.storage, mark)
-            else:
-                row += (hole.storage, self._cut(hole), mark)
-        self.dump(tuple(row))
-        return self._out.getvalue()[start:].split(separator)[1:-1]
-
-    def persistent_id(self, obj: Any) -> tuple[str, Any, str, str, int] | None:
-        """As in ``torch.serialization._save``."""
-        if type(obj) is TypedStorage:
-            if obj.dtype not in _dtype_to_storage_type_map():
-                raise NotImplementedError(f"torch has no way to save {obj.dtype}")
-            storage_type, itemsize = getattr(torch, _dtype_to_storage_type_map()[obj.dtype]), obj.dtype.itemsize
-        elif type(obj) is UntypedStorage:
-            storage_type, itemsize = UntypedStorage, 1
-        else:
-            return None
-        number, layout = self._numbers[_untyped(obj)._cdata], self._layout
-        return (
-            "storage",
-            storage_type,
-            str(number),
-            layout.locations[number],
-            layout.records.sizes[number] // itemsize,
-        )
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not issubclass(type(obj), Tensor):
-            return NotImplemented
-        function, args = obj.__reduce_ex__(_PROTOCOL)
-        args = _with_hole(function, args)
-        if isinstance(args[0], View):
-            args = (args[0].storage, self._cut(args[0]), *args[1:])
-        return function, args
-
-    def _cut(self, view: View) -> int:
-        """The offset counted from the start of the record; 0 where there is no element, and so no place."""
-        start = self._layout.starts[self._numbers[_untyped(view.storage)._cdata]]
-        return (view.offset or 0) - start // view.dtype.itemsize if view.first < view.last else 0
-
-
-class TwoTypes(RuntimeError):
-    """A storage is loaded with one dtype, so torch.save refuses data that would be saved with two."""
-
-    def __init__(self, address: int) -> None:
-        super().__init__("its data is in the state once more, viewed as another dtype")
-        self.address = address
-
-
-def _reach(dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
+def reach(dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]) -> tuple[int, int]:
     """The bytes [first, last) of its storage that a tensor references."""
     if 0 in size:
         return 0, 0
@@ -324,11 +208,11 @@ def _reach(dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequenc
     return offset * dtype.itemsize, last * dtype.itemsize
 
 
-def _untyped(storage: TypedStorage | UntypedStorage) -> UntypedStorage:
+def untyped(storage: TypedStorage | UntypedStorage) -> UntypedStorage:
     return storage._untyped_storage if isinstance(storage, TypedStorage) else storage
 
 
-def _draw_mark() -> tuple[int, bytes]:
+def draw_mark() -> tuple[int, bytes]:
     """An int that no state contains but by a chance of 2**-120, and its opcode."""
     value = secrets.token_bytes(15) + b"Z"
     return int.from_bytes(value, "little"), pickle.LONG1 + bytes([len(value)]) + value

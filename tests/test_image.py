@@ -31,7 +31,7 @@ from hypothesis import HealthCheck, given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.serialization import config as serialization_config
 
-from ckpt_engine import _C, image, pt_pickle, pt_zip
+from ckpt_engine import _C, image, pt_layout, pt_zip
 from ckpt_engine.errors import RestoreError, UnsupportedLeaf
 
 QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -727,7 +727,7 @@ def _words(code: str, values: list[int]) -> bytes:
 
 
 def test_tensors_elsewhere_are_left_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pt_pickle, "_HOST", "elsewhere")
+    monkeypatch.setattr(pt_layout, "_HOST", "elsewhere")
     base = torch.arange(100.0)
     planned = image.plan({"v": base[10:20], "e": torch.empty(0)})
     rows = planned.rows(512)
@@ -753,7 +753,7 @@ def test_a_repeat_pickles_no_tensor_again(monkeypatch: pytest.MonkeyPatch) -> No
         return {"step": step, f"new {step}": step, "w": [torch.full((4,), float(step)) for _ in range(10)]}
 
     to_bytes(state(1), cache)
-    monkeypatch.setattr(pt_pickle, "_Filler", None)
+    monkeypatch.setattr(pt_layout, "_Filler", None)
     for step in (2, 3):
         assert read(to_bytes(state(step), cache))["w"][9].tolist() == [float(step)] * 4
 

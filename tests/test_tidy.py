@@ -21,11 +21,10 @@ FILES = {str(path.relative_to(PACKAGE).with_suffix("")): path for path in sorted
 ROOMS = {name for name in FILES if not name.endswith("__init__")}
 
 MAX_FILE_LINES, MAX_CSRC_LINES, MAX_NAMES = 320, 1000, 10
-MAX_LINES = 7130
+MAX_LINES = 7170
 """4,000 was the aim (design, §4). It grew with staging during the step, retention, and persist at disk speed."""
 LONGER = {
     "slots": 350,
-    "pt_pickle": 360,
     "checkpointer": 370,
     "integrations/deepspeed": 410,
     "integrations/deepspeed_shim": 400,
