@@ -267,7 +267,8 @@ def test_a_damaged_snapshot_is_not_restored_and_the_next_older_one_is(lab: Lab, 
     again = start(lab)
     said = do(again, "restore")
     assert said["error"] == "" and said["whole"] and said["step"] == 2, said
-    assert what != "data" or said["skipped"] == 1, "a snapshot that was skipped is not told"
+    # Once in memory, and once more on disk if the saver was faster with it than the restart.
+    assert what != "data" or said["skipped"] in (1, 2), "a snapshot that was skipped is not told"
     assert do(again, "storage", step=4)["error"] == ""
     assert do(again, "result", step=4)["error"] == ""
     leave([again])
