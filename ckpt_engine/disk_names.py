@@ -15,6 +15,8 @@ LATEST = "latest"
 LOST_AND_FOUND = "lost+found"
 """The file system's own, where a root is a mount point."""
 PIN = ".pinned"
+SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+"""DeepSpeed's, made to be executed where they lie."""
 MAX_DEPTH = 32
 """Parts of a file name; a name that is all slashes would cost its square."""
 

@@ -11,14 +11,13 @@ from typing import Any
 
 from ckpt_engine import image
 from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.disk_names import SCRIPTS
 from ckpt_engine.errors import ConfigError, RestoreError
 from ckpt_engine.events import log, warn_once
 from ckpt_engine.overlap import Everything, storages, tensors_of
 from ckpt_engine.source import Source
 from ckpt_engine.staging import Blob, Planned
 from ckpt_engine.storage.base import Storage
-
-_TOOLS = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
 class Transaction:
@@ -47,7 +46,7 @@ class Transaction:
 
     def capture_tools(self, scripts: Path) -> None:
         """DeepSpeed's recovery scripts become files of this shard; a memory save needs none. Never raises."""
-        for tool in _TOOLS if self.storage else ():
+        for tool in SCRIPTS if self.storage else ():
             try:
                 self.files[tool] = Planned(Blob((scripts / tool).read_bytes()), origin="tool")
             except OSError as error:  # zero_to_torch.py is newer than DeepSpeed 0.15

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckpt_engine import commit
+from ckpt_engine.disk_names import SCRIPTS
 from ckpt_engine.errors import Cancelled, CkptError, StorageError
 from ckpt_engine.events import log, span
 from ckpt_engine.manifest import ShardRecord
@@ -170,7 +171,7 @@ class Writer(threading.Thread):
                     slot.memory,
                     offset=DATA_OFFSET + file.offset,
                     nbytes=file.nbytes,
-                    executable=file.origin == "tool",
+                    executable=file.name in SCRIPTS,
                     progress=(slot.memory, slot.progress_offset),
                 )
 
