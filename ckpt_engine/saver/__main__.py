@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ckpt_engine.config import SaverOptions, hook_from_environment, require_linux
 from ckpt_engine.errors import CkptError, ConfigError
@@ -45,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         identity = {"job": arguments.job, "name": arguments.name, "node_id": arguments.node_id}
         identity |= _json("--identity", arguments.identity)
         options = SaverOptions.from_dict(_json("--options", arguments.options))
-        _give_way(int(options.nice))
+        with contextlib.suppress(OSError):
+            os.nice(
+                int(options.nice)
+            )  # the training goes first: for the processor and, its level follows, for the disk
         hook_from_environment()
         root = os.path.realpath(arguments.root)
         server = Server(names_for(root=root, **identity), root=root, options=options, stay=arguments.stay)
@@ -53,14 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CkptError, OSError, TypeError) as error:
         logging.getLogger("ckpt_engine").error("cannot run: %s", error)
         return 2
-
-
-def _give_way(nice: int) -> None:
-    """Let the training go first: for the processor, and (its level follows) for the disk."""
-    with contextlib.suppress(OSError):
-        os.nice(nice)
-    with contextlib.suppress(OSError):  # where each session is a group of its own, niceness counts within it alone
-        Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def _json(option: str, text: str) -> dict[str, str]:

@@ -51,7 +51,7 @@ void files(const std::string& path, const std::vector<uint8_t>& source) {
     std::thread watcher([&] {
         for (uint64_t last = 0, now; !written; last = now) check((now = ckpt::load(&progress)) >= last, "going back");
     });
-    ckpt::write_file(path, source.data(), source.size(), {true, 64 << 10, 0600, &progress});
+    ckpt::write_file(path, source.data(), source.size(), {true, 64 << 10, 3, 0600, &progress, nullptr});
     written = true;
     watcher.join();
     check(progress == source.size(), "progress is not the size");
@@ -60,7 +60,7 @@ void files(const std::string& path, const std::vector<uint8_t>& source) {
     check(crc && *crc == crc_of(source.data(), source.size()) && back == source, "the file differs");
     check(!ckpt::read_file(path, back.data(), back.size() + 1, 1), "a short file is no end");  // reads none of it
     try {
-        ckpt::write_file(path, source.data(), 1, {false, 4096, 0600, nullptr});
+        ckpt::write_file(path, source.data(), 1, {false, 4096, 1, 0600, nullptr, nullptr});
         check(false, "an existing file was opened");
     } catch (const std::filesystem::filesystem_error&) {
     }
