@@ -13,7 +13,7 @@ import torch
 from systems import State, System, TorchSave
 
 from ckpt_engine import _C, CheckpointEngine, Handle
-from ckpt_engine.config import copy_threads
+from ckpt_engine.budget import copy_threads
 
 
 class Blocking(System):

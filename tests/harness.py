@@ -302,11 +302,11 @@ class Lab:
     def savers(self) -> list[int]:
         """Every saver process of this test, in whatever state its lock is."""
         found = []
-        for entry in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                words = entry.read_bytes().decode(errors="replace").split("\0")
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # it has ended
+                words = Path("/proc", pid, "cmdline").read_bytes().decode(errors="replace").split("\0")
                 if "ckpt_engine.saver" in words and any(word.startswith(str(self.dir)) for word in words):
-                    found.append(int(entry.parent.name))
+                    found.append(int(pid))
         return sorted(found)
 
     def saver_log(self, names: Names | None = None) -> str:

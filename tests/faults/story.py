@@ -321,7 +321,8 @@ class Story:
             if held not in victims:
                 os.kill(held, signal.SIGCONT)
             return False
-        until(lambda: all(map(stopped, victims)), SOON_S, "the stops")
+        # At its goodbye the other rank waits for nobody, and may have ended in the meantime.
+        until(lambda: all(stopped(pid) or not alive(pid) for pid in victims), SOON_S, "the stops")
         if held not in victims:
             os.kill(held, signal.SIGCONT)
         time.sleep(STOPPED_S)  # the others go on meanwhile, as far as they can
