@@ -264,6 +264,12 @@ def free_mib() -> int:
     raise RuntimeError("no MemAvailable in /proc/meminfo")
 
 
+def refuse_unless_free(need_mib: int, advice: str) -> None:
+    """Ends the program, with numbers, where that much memory is not to be had."""
+    if need_mib > (free := free_mib()):
+        sys.exit(f"needs {need_mib} MiB of memory, {free} MiB are free: {advice}")
+
+
 def settle() -> None:
     """Nothing of what was measured before is still on its way to the disk."""
     os.sync()
