@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,9 @@ OURS, RAW = "ckpt_engine, memory", "raw: "
 BASE = ("ours:Blocking", "ours:RawCopy")
 """In every batch."""
 PEERS = HERE.parent / ".venv-peers"
+TRACED = "fsync,fdatasync,syncfs,sync,write,pwrite64,writev,pwritev,pwritev2"
+SYNCED = 0.9
+"""Durable is a save of which at least this share of the state was written to files that were synced afterwards."""
 KEPT_MIB, KEPT_TENSORS = 256, 64
 """What the crews that are killed hold at most."""
 
@@ -313,7 +317,7 @@ class Batch:
             return
         work = self.work / f"traced-{spec.target}-{variant}".replace(" ", "_")
         log = self.work / f"{work.name}.strace"
-        under = ["strace", "-f", "-qq", "-y", "-e", "trace=fsync,fdatasync,syncfs,sync", "-o", str(log)]
+        under = ["strace", "-f", "-qq", "-y", "-s", "0", "-e", f"trace={TRACED}", "-o", str(log)]
         setting = dataclasses.replace(self.setting, mib=min(16, self.setting.mib), tensors=4)
         with Crew(spec, setting, work, under=under) as crew:
             try:
@@ -326,8 +330,9 @@ class Batch:
                 self.rows.add(kind="trace", **self.facts, system=name, syncs=None, why=str(error))
                 return
             calls = log.read_text().splitlines()[before:]
-        syncs = [line for line in calls if f"<{work}/" in line or " sync()" in line]
-        self.rows.add(kind="trace", **self.facts, system=name, syncs=len(syncs), why="")
+        syncs, nbytes = synced(calls, f"{work}/")
+        safe = nbytes >= SYNCED * setting.mib * 2**20
+        self.rows.add(kind="trace", **self.facts, system=name, syncs=syncs, synced_bytes=nbytes, safe=safe, why="")
 
     def kill(self, spec: Spec, name: str, variant: str) -> None:
         """Right after a save has returned everything is killed; then a new process looks for that save."""
@@ -408,15 +413,45 @@ def summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
         found["verdict"] = next((verdict for verdict in verdicts if verdict != "ok"), "ok")
     if kills := pick(rows, kind="kill", system=name):
         found["survives_kill"] = all(row["survives"] for row in kills)
-    traced = [row["syncs"] for row in pick(rows, kind="trace", system=name)]
-    if traced and traced[-1] is not None:
-        found["syncs"], found["fsynced"] = traced[-1], traced[-1] > 0
+    traced = [row for row in pick(rows, kind="trace", system=name) if row["syncs"] is not None]
+    if traced:
+        found["syncs"], found["fsynced"] = traced[-1]["syncs"], traced[-1]["safe"]
     return found
 
 
 def most(answers: list[dict[str, Any]], key: str) -> float:
     """Of all ranks: the slowest one counts."""
     return max(answer[key] for answer in answers)
+
+
+def synced(lines: list[str], below: str) -> tuple[int, int]:
+    """What strace saw: syncs of files below a path, and the bytes written to files that were synced afterwards.
+
+    A library that syncs its marker and not its data has syncs, and hardly a byte.
+    """
+    begun: dict[str, str] = {}
+    written: dict[str, int] = {}
+    syncs = nbytes = 0
+    for line in lines:
+        pid, _, call = line.partition(" ")
+        call = call.strip()
+        if call.endswith("<unfinished ...>"):
+            begun[pid] = call.removesuffix("<unfinished ...>")
+            continue
+        if call.startswith("<... "):
+            call = begun.pop(pid, "") + call.partition(" resumed>")[2]
+        name, _, rest = call.partition("(")
+        result = rest.rpartition("= ")[2].split(" ")[0]
+        path = re.search(r"<([^>]*)>", rest)
+        if name in ("sync", "syncfs"):
+            syncs, nbytes = syncs + 1, nbytes + sum(written.values())
+            written.clear()
+        elif path is not None and path[1].startswith(below) and result.isdecimal():
+            if "write" in name:
+                written[path[1]] = written.get(path[1], 0) + int(result)
+            else:
+                syncs, nbytes = syncs + 1, nbytes + written.pop(path[1], 0)
+    return syncs, nbytes
 
 
 def fio(work: Path, mib: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -179,3 +180,24 @@ def told(tmp_path: Path, kind: str, commands: list[Row]) -> list[Row]:
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+TRACE = """\
+7 pwrite64(5</w/.tmp-1>, ""..., 4096, 0) = 4096
+8 pwrite64(5</w/.tmp-1>, ""..., 8192, 4096 <unfinished ...>
+7 write(6</elsewhere/x>, ""..., 100) = 100
+8 <... pwrite64 resumed>)              = 8192
+7 fsync(5</w/.tmp-1>)                    = 0
+7 write(9</w/data>, ""..., 500) = 500
+7 write(9</w/data>, ""..., 500) = -1 ENOSPC (No space left on device)
+7 write(8</w/marker>, ""..., 3) = 3
+7 fsync(8</w/marker>)                    = 0
+7 fsync(4</w>)                    = 0
+"""
+
+
+def test_only_what_was_written_to_files_that_were_synced_afterwards_is_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    conduct = importlib.import_module("conduct")
+    assert conduct.synced(TRACE.splitlines(), "/w/") == (2, 4096 + 8192 + 3)
+    assert conduct.synced([*TRACE.splitlines(), "7 sync() = 0"], "/w/") == (3, 4096 + 8192 + 3 + 500)
