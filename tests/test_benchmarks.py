@@ -182,6 +182,21 @@ def told(tmp_path: Path, kind: str, commands: list[Row]) -> list[Row]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def test_persist_measures_the_disk_the_writer_and_a_real_saver(tmp_path: Path) -> None:
+    text = bench("persist", "--mib", 8, "--files", 1, 3, "--repeats", 1, "--json", "rows", cwd=tmp_path)
+    rows = [row for row in rows_of(tmp_path / "rows") if row["kind"] == "summary"]
+    assert {"writer, 1 file", "saver, 1 file", "saver, 3 files", "torch.save + fsync"} <= {row["way"] for row in rows}
+    assert all(row["s"] > 0 for row in rows if not row["way"].startswith("fio"))
+    assert "of best fio" in text and not any("persist-" in name for name in os.listdir("/dev/shm"))
+
+
+def test_restore_measures_memory_and_storage_cold_and_warm(tmp_path: Path) -> None:
+    text = bench("restore", "--mib", 8, "--tensors", 4, "--repeats", 1, "--json", "rows", cwd=tmp_path)
+    ways = {row["way"] for row in rows_of(tmp_path / "rows") if row["kind"] == "summary"}
+    assert {"restore, memory", "restore, storage, cold", "restore, storage, warm", "torch.load, warm"} <= ways
+    assert "of torch.load" in text
+
+
 TRACE = """\
 7 pwrite64(5</w/.tmp-1>, ""..., 4096, 0) = 4096
 8 pwrite64(5</w/.tmp-1>, ""..., 8192, 4096 <unfinished ...>
