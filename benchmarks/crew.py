@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -126,9 +127,7 @@ class Crew:
     def close(self) -> None:
         """End all processes, helpers and daemons too, and remove what they kept in memory and on disk."""
         self.kill()
-        for pid in marked(self.mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_and_wait(marked(self.mark))
         for process in self.processes:
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
@@ -185,10 +184,7 @@ class Crew:
 
     def kill(self) -> None:
         """SIGKILL to every rank and all of their descendants, as an out-of-memory killer or a scheduler would."""
-        for process in self.processes:
-            for pid in [process.pid, *descendants(process.pid)]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        kill_and_wait([pid for process in self.processes for pid in (process.pid, *descendants(process.pid))])
         for process in self.processes:
             process.wait()
 
@@ -216,6 +212,20 @@ class Crew:
         finally:
             over.set()
             thread.join()
+
+
+def kill_and_wait(pids: Sequence[int]) -> None:
+    """SIGKILL; returns when their files are closed and so their locks free, whoever their parents are."""
+    with contextlib.ExitStack() as stack:
+        ending = []
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                handle = os.pidfd_open(pid)
+                stack.callback(os.close, handle)
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                ending.append(handle)
+        for handle in ending:
+            select.select([handle], [], [], 60)
 
 
 def descendants(pid: int) -> list[int]:
@@ -262,6 +272,12 @@ def free_mib() -> int:
             room = os.statvfs("/dev/shm")
             return min(int(line.split()[1]) // 1024, room.f_bavail * room.f_frsize >> 20)
     raise RuntimeError("no MemAvailable in /proc/meminfo")
+
+
+def refuse_unless_free(need_mib: int, advice: str) -> None:
+    """Ends the program, with numbers, where that much memory is not to be had."""
+    if need_mib > (free := free_mib()):
+        sys.exit(f"needs {need_mib} MiB of memory, {free} MiB are free: {advice}")
 
 
 def settle() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
-from systems import State, System, split
+from systems import Handled, State, System, split
 
 
 class Net(torch.nn.Module):
@@ -55,25 +54,12 @@ class Stock(System):
         return named(found["module"], found["optimizer"])
 
 
-class Attached(Stock):
+class Attached(Handled, Stock):
     """``ckpt_engine.attach`` to such an engine."""
 
-    overlapping = True
     loads_in_place = True
     memory = 4.0
     variants = ("DeepSpeed with ckpt_engine, memory", "DeepSpeed with ckpt_engine, storage")
-
-    def __init__(self, work: Path, **place: Any) -> None:
-        super().__init__(work, **place)
-        self.handle: Any = None
-
-    @property
-    def fsynced(self) -> bool:  # type: ignore[override]
-        return self.persistent
-
-    @property
-    def persistent(self) -> bool:  # type: ignore[override]
-        return "storage" in self.variant
 
     def start(self, state: State) -> None:
         import ckpt_engine
@@ -81,19 +67,11 @@ class Attached(Stock):
         super().start(state)
         self.ckpt = ckpt_engine.attach(self.net_engine, self.work / "root", keep_last=2, on_error="raise")
 
-    def save(self, step: int) -> None:
-        self.handle = None
-        if self.persistent:
-            self.handle = self.ckpt.save_to_storage(step)
-        else:
-            self.ckpt.save_to_memory(step)
+    def to_memory(self, step: int) -> None:
+        self.ckpt.save_to_memory(step)
 
-    def done(self) -> bool:
-        return self.handle is None or self.handle.done()
-
-    def wait(self) -> None:
-        if self.handle is not None:
-            self.handle.result()
+    def to_storage(self, step: int) -> Any:
+        return self.ckpt.save_to_storage(step)
 
     def load(self, step: int) -> State:
         """Into the engine, whose optimizer has new tensors then: what is trained on goes in their place."""
@@ -102,9 +80,6 @@ class Attached(Stock):
             for name in ("exp_avg", "exp_avg_sq"):
                 moments[name] = self.state[f"{name}.{number}"].copy_(moments[name])
         return self.state
-
-    def forget(self, step: int) -> None:
-        """``keep_last`` does it."""
 
     def close(self) -> None:
         self.ckpt.close()

@@ -6,36 +6,22 @@ import ctypes
 import mmap
 from array import array
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
-from systems import State, System, TorchSave
+from systems import Handled, State, System, TorchSave
 
 from ckpt_engine import _C, CheckpointEngine, Handle
 from ckpt_engine.budget import copy_threads
 
 
-class Blocking(System):
+class Blocking(Handled):
     """A save blocks for one copy into shared memory; to storage, the saver writes that copy while training goes on."""
 
-    overlapping = True
     memory = 3.4  # the state, two slots and their head-room
     staging = "blocking"
     slots = 2
     variants = ("ckpt_engine, memory", "ckpt_engine, storage")
-
-    def __init__(self, work: Path, **place: Any) -> None:
-        super().__init__(work, **place)
-        self.handle: Handle | None = None
-
-    @property
-    def fsynced(self) -> bool:  # type: ignore[override]
-        return self.persistent
-
-    @property
-    def persistent(self) -> bool:  # type: ignore[override]
-        return "storage" in self.variant
 
     def start(self, state: State) -> None:
         super().start(state)
@@ -52,26 +38,15 @@ class Blocking(System):
     def guard_state(self) -> None:
         """Blocking saves need no guard."""
 
-    def save(self, step: int) -> None:
-        self.handle = None
-        if self.persistent:
-            self.handle = self.engine.save_to_storage(step, self.files())
-        else:
-            self.engine.save_to_memory(step, self.files())
+    def to_memory(self, step: int) -> None:
+        self.engine.save_to_memory(step, self.files())
 
-    def done(self) -> bool:
-        return self.handle is None or self.handle.done()
-
-    def wait(self) -> None:
-        if self.handle is not None:
-            self.handle.result()
+    def to_storage(self, step: int) -> Handle:
+        return self.engine.save_to_storage(step, self.files())
 
     def load(self, step: int) -> State:
         loaded: State = self.engine.restore(step).state[f"rank{self.rank}.pt"]
         return loaded
-
-    def forget(self, step: int) -> None:
-        """``keep_last`` does it."""
 
     def close(self) -> None:
         self.engine.close()

@@ -21,13 +21,13 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from rows import Row, Rows, common_options, median, pick, scratch, table
+from crew import refuse_unless_free
+from rows import Row, Rows, common_options, median, pick, scratch, table, verdict
 
 from ckpt_engine import CheckpointEngine, locks
 from ckpt_engine.states import State
@@ -207,7 +207,7 @@ def show(found: list[Row]) -> str:
             text(row["committed_s"], ".3f"),
             text(row["cpu_s_per_gb"], ".3f"),
             text(row["cached_mib"], ".0f"),
-            {None: "-", True: "pass", False: "falls short"}[row["passes"]],
+            verdict(row["passes"]),
         )
         for row in found
     ]
@@ -221,10 +221,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--files", type=int, nargs="+", default=[1, 64, 200])
     args = parser.parse_args()
-    need = args.mib * (2 + 2 * len(args.files)) << 20
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if need > free:
-        sys.exit(f"needs {need >> 20} MiB of memory, {free >> 20} MiB are free: give a smaller --mib or fewer --files")
+    refuse_unless_free(args.mib * (2 + 2 * len(args.files)), "give a smaller --mib or fewer --files")
     torch.set_num_threads(1)
     rows = Rows(args.json, bench="persist")
     with scratch(args, "persist") as work:

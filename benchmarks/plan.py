@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import Row, Rows, common_options, median, pick, scratch, table
+from rows import Row, Rows, common_options, median, pick, scratch, table, verdict
 
 from ckpt_engine import CheckpointEngine, image
 
@@ -150,7 +150,7 @@ def show(summaries: list[Row]) -> str:
             str(row["tensors"]),
             *(f"{row[key]:.2f} ms" for key in keys),
             "-" if row["target_ms"] is None else f"{row['target_ms']:.0f} ms",
-            {None: "-", True: "pass", False: "falls short"}[row["passes"]],
+            verdict(row["passes"]),
         )
         for row in summaries
     ]

@@ -16,15 +16,15 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
-import sys
 import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from crew import refuse_unless_free
 from persist import fio, slot
-from rows import Row, Rows, common_options, median, scratch, table
+from rows import Row, Rows, common_options, median, scratch, table, verdict
 
 from ckpt_engine import _C, CheckpointEngine, listing
 from ckpt_engine.storage.posix import PosixStorage
@@ -139,10 +139,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=64)
     args = parser.parse_args()
-    need = 7 * args.mib << 20
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if need > free:
-        sys.exit(f"needs {need >> 20} MiB of memory, {free >> 20} MiB are free: give a smaller --mib")
+    refuse_unless_free(7 * args.mib, "give a smaller --mib")
     torch.set_num_threads(1)
     rows = Rows(args.json, bench="restore")
     with scratch(args, "restore") as work:
@@ -154,7 +151,7 @@ def main() -> None:
             f"{row['s']:.3f} s",
             f"{row['gbs']:.2f}",
             row["against"],
-            {None: "-", True: "pass", False: "falls short"}[row["passes"]],
+            verdict(row["passes"]),
         )
         for row in summaries(rows)
     ]

@@ -83,6 +83,11 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else float("nan")
 
 
+def verdict(passes: bool | None) -> str:
+    """Of a target; None: there is none."""
+    return {None: "-", True: "pass", False: "falls short"}[passes]
+
+
 def machine() -> Row:
     """What the numbers were measured on."""
     import torch

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from conduct import RAW, Job, Plan, most, narrow, specs_of
 from crew import Crew, NotRun, Setting, Spec, marked, settle
-from rows import Row, Rows, common_options, median, pick, scratch, table
+from rows import Row, Rows, common_options, median, pick, scratch, table, verdict
 
 STORAGE = "ckpt_engine, storage"
 MOST_METADATA_MS = 5.0
@@ -125,7 +125,7 @@ def show(rows: list[Row]) -> str:
             str(row["ranks"]),
             *(told(row[key], "GB/s") for key in ("stage1_gbs", "raw_gbs", "stage2_gbs", "fio_gbs")),
             *(told(row[key], "ms") for key in ("call_ms", "saver_ms", "tiny_lag_ms")),
-            "pass" if row["passes"] else "falls short",
+            verdict(bool(row["passes"])),
         )
         for row in pick(rows, kind="scale")
     ]

@@ -91,6 +91,48 @@ class System:
         return {name: torch.zeros_like(tensor) for name, tensor in self.state.items()}
 
 
+class Handled(System):
+    """One of ours: it saves to memory or, by its variant, to storage, and such a save has a handle."""
+
+    overlapping = True
+
+    def __init__(self, work: Path, **place: Any) -> None:
+        super().__init__(work, **place)
+        self.handle: Any = None
+
+    @property
+    def fsynced(self) -> bool:  # type: ignore[override]
+        return self.persistent
+
+    @property
+    def persistent(self) -> bool:  # type: ignore[override]
+        return "storage" in self.variant
+
+    def to_memory(self, step: int) -> None:
+        raise NotImplementedError
+
+    def to_storage(self, step: int) -> Any:
+        """Returns the handle."""
+        raise NotImplementedError
+
+    def save(self, step: int) -> None:
+        self.handle = None
+        if self.persistent:
+            self.handle = self.to_storage(step)
+        else:
+            self.to_memory(step)
+
+    def done(self) -> bool:
+        return self.handle is None or bool(self.handle.done())
+
+    def wait(self) -> None:
+        if self.handle is not None:
+            self.handle.result()
+
+    def forget(self, step: int) -> None:
+        """``keep_last`` does it."""
+
+
 def split(mib: float, tensors: int) -> list[int]:
     """``tensors`` unequal sizes in float32 elements, the largest twenty times the least, ``mib`` MiB in all."""
     shares = [1 + 19 * number / max(1, tensors - 1) for number in range(tensors)]

@@ -186,7 +186,7 @@ def _uncollected() -> Iterator[None]:
 def _plan(obj: object, cache: PlanCache | None) -> Image:
     layout = cache._last if cache is not None else None
     found = survey(obj, layout)
-    if layout is None or (layout.facts is not found.facts and layout.facts != found.facts):
+    if layout is None or layout.facts != found.facts:
         layout = Layout(found)
     addresses = list(map(UntypedStorage.data_ptr, found.storages))
     layout.check(found.storages, addresses)

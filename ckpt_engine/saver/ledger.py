@@ -190,13 +190,14 @@ class Ledger:
                 for old in victims:
                     self._remove(old)
                 facts["removed"] = len(victims)
-            kept = retention.kept_bytes(committed, policy, root_id=root_id)
-            if policy.max_bytes is not None and kept > policy.max_bytes:
-                what = f"max_bytes={policy.max_bytes} cannot be met in {root}: what has to stay takes {kept} bytes"
-                warn_once(
-                    f"max_bytes {policy.max_bytes} {root}",
-                    f"{what}. Unpin, keep less, or allow more; nothing is removed for it",
-                )
+            if policy.max_bytes is not None:
+                kept = retention.kept_bytes(committed, policy, root_id=root_id)
+                if kept > policy.max_bytes:
+                    what = f"max_bytes={policy.max_bytes} cannot be met in {root}: what has to stay takes {kept} bytes"
+                    warn_once(
+                        f"max_bytes {policy.max_bytes} {root}",
+                        f"{what}. Unpin, keep less, or allow more; nothing is removed for it",
+                    )
             sweep.sweep(
                 storage,
                 root,
