@@ -2,7 +2,7 @@
 
 The map of the house (imports go down only)::
 
-    5  cli  integrations/{deepspeed,deepspeed_shim,deepspeed_size}  |  saver/__main__
+    5  cli  export  integrations/{deepspeed,deepspeed_shim,deepspeed_size}  |  saver/__main__
     4  plain  face  checkpointer  saving  handles                 |  saver/{server,endings}
     3  restore  source  agreement  group  buffers  overlap        |  saver/{persist,committer,ledger}
        staging  device  link                                      |  saver/{outcomes,peers,stalls}
