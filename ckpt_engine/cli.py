@@ -1,4 +1,4 @@
-"""``ckpt-engine``: run a saver, list what a root or this node holds, verify a root, pin, collect leftovers.
+"""``ckpt-engine``: run a saver, list what a root or this node holds, verify a root, pin, export, collect leftovers.
 
 ``saver`` is answered before anything else is imported: a service manager starts it on every node.
 """
@@ -58,6 +58,13 @@ def _parser() -> argparse.ArgumentParser:
         pinning.set_defaults(act=act)
         if verb == "pin":
             pinning.add_argument("--reason", default="", help="shown by 'ckpt-engine list'")
+    export = verbs.add_parser("export", help="write a checkpoint of CheckpointEngine in a form that others read")
+    export.add_argument("root")
+    export.add_argument("out", help="a new directory (dcp) or file")
+    export.add_argument("--format", choices=("dcp", "torch", "safetensors"), default="dcp")
+    export.add_argument("--tag", default="", help="this one instead of the newest")
+    export.add_argument("--part", default="model", help="what of it goes into safetensors (default: %(default)s)")
+    export.set_defaults(act=_export)
     gc = verbs.add_parser("gc", help="snapshots of dead jobs in this node's shared memory; --delete removes them")
     gc.add_argument("--root", default="", help="only those of jobs that checkpoint into this directory")
     gc.add_argument("--delete", action="store_true", help="remove what belongs to no live process, snapshots included")
@@ -131,6 +138,18 @@ def _verify(args: argparse.Namespace) -> int:
     for problem in problems:
         _say(f"  {problem}")
     return 1 if problems else 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from ckpt_engine import export
+
+    if args.format == "dcp":
+        export.to_dcp(args.root, args.out, tag=args.tag)
+    elif args.format == "torch":
+        export.to_torch(args.root, args.out, tag=args.tag)
+    else:
+        export.to_safetensors(args.root, args.out, part=args.part, tag=args.tag)
+    return 0
 
 
 def _gc(args: argparse.Namespace) -> int:

@@ -249,7 +249,7 @@ def choose(
             raise WorldMismatch(
                 f"{candidate.attempt.tag} was saved by {candidate.world} ranks, this job has {group.world}. Start as "
                 "many as then; or convert it: DeepSpeed's ds_to_universal.py makes a universal checkpoint of it, and "
-                "files of plain PyTorch can be read with torch.load from its directory and saved in an empty root",
+                "'ckpt-engine export' writes what FSDP2 and plain PyTorch saved for any number of ranks (docs/fsdp.md)",
                 want=candidate.world,
                 got=group.world,
             )

@@ -11,6 +11,8 @@ from typing import Any
 
 from faults.hooks import faults
 
+from ckpt_engine import cli
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 TESTS = REPOSITORY / "tests"
 
@@ -47,6 +49,23 @@ def test_two_ddp_ranks_killed_after_a_checkpoint_continue_with_the_same_numbers(
     again = run("train_ddp.py", "--root", lab.root, "--steps", "70", ranks=2)[1]
     assert re.search(r"start: step (50|60) from memory", again), again[-2000:]
     assert finals(again) == finals(calm) and len(finals(calm)) == 2
+
+
+def test_fsdp_ranks_killed_in_a_save_continue_and_another_number_of_them_starts_from_an_export(lab: Any) -> None:
+    calm = run("train_fsdp.py", "--root", f"{lab.root}-calm", "--steps", "70", ranks=2)[1]
+    code, _ = run("train_fsdp.py", "--root", lab.root, "--steps", "70", ranks=2, env=faults("seal:complete:6:kill"))
+    assert code != 0, "it was not killed"
+    again = run("train_fsdp.py", "--root", lab.root, "--steps", "70", ranks=2)[1]
+    assert re.search(r"start: step (50|60) from memory", again), again[-2000:]
+    assert finals(again) == finals(calm) and len(finals(calm)) == 2
+    code, refused = run("train_fsdp.py", "--root", lab.root, "--steps", "70", ranks=3)
+    assert code != 0 and "ckpt-engine export" in refused
+    exported = f"{lab.root}-exported"
+    assert cli.main(["export", lab.root, exported]) == 0
+    three = run("train_fsdp.py", "--root", f"{lab.root}-three", "--steps", "70", "--dcp", exported, ranks=3)[1]
+    assert re.search(rf"start: step (50|60) from {exported}", three), three[-2000:]
+    losses = [float.fromhex(line.split()[-1]) for line in finals(three) + finals(calm)]
+    assert len(losses) == 5 and max(losses) - min(losses) < 1e-4 * max(losses)
 
 
 def test_deploy_files_start_the_saver_as_it_wants_to_be_started() -> None:
