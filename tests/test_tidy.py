@@ -136,8 +136,9 @@ def test_torch_and_frameworks_stay_on_the_trainers_stair() -> None:
             assert room.startswith("integrations/deepspeed"), (
                 f"{room} imports deepspeed: one framework, one integration"
             )
-        if any(name.split(".")[0] in ("transformers", "accelerate") for name in imports(FILES[room])):
-            assert room == "integrations/hf", f"{room} imports the Trainer: one framework, one integration"
+        for framework, home in (("transformers", "integrations/hf"), ("accelerate", "integrations/accelerate")):
+            if any(name.split(".")[0] == framework for name in imports(FILES[room])):
+                assert room == home, f"{room} imports {framework}: one framework, one integration"
 
 
 def test_a_saver_loads_neither_torch_nor_pickle() -> None:

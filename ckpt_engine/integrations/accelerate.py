@@ -150,8 +150,7 @@ class AcceleratorCheckpointer(Face):
                     f"save_state({path}): not in {self._core.root}, so it blocks as ever",
                 )
                 return self._own["save_state"](output_dir, *arguments, **options)
-        if arguments:
-            options["safe_serialization"] = arguments[0]
+        options |= dict(zip(("safe_serialization",), arguments, strict=False))
         self._save(self._step_of(tag), tag, None, options, storage=True)
         return path
 
@@ -262,8 +261,7 @@ class AcceleratorCheckpointer(Face):
         core = self._core
         if input_dir is None and not self._accelerator.project_configuration.automatic_checkpoint_naming:
             return self._own["load_state"](input_dir, *arguments, **options)
-        if arguments:
-            options["load_kwargs"] = arguments[0]
+        options |= dict(zip(("load_kwargs",), arguments, strict=False))
         if input_dir is None:
             if self.restore(**options).source is None:
                 raise NotFound(f"there is no checkpoint in {core.root}")
