@@ -4,7 +4,8 @@ The map of the house (imports go down only)::
 
     5  cli  export                                                |  saver/__main__
        integrations/{deepspeed,deepspeed_shim,deepspeed_size}     |
-       integrations/{hf,hf_run,hf_save,hf_resume,accelerate}      |
+       integrations/{hf,hf_run,hf_save,hf_resume}                 |
+       integrations/{accelerate,accelerate_state}                 |
     4  plain  face  checkpointer  saving  handles                 |  saver/{server,endings}
     3  restore  source  agreement  group  buffers  overlap        |  saver/{persist,committer,ledger}
        staging  device  link                                      |  saver/{outcomes,peers,stalls}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import os
 import re
 import shutil
@@ -14,12 +16,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
-from e2e.test_examples import finals, run
+from e2e.test_examples import REPOSITORY, finals, run
 from harness import Lab
 from torch import nn
 
-from ckpt_engine import listing
-from ckpt_engine.errors import ConfigError, Corrupt, NotFound, UnsupportedLeaf
+from ckpt_engine import export, listing
+from ckpt_engine.errors import ConfigError, Corrupt, NotFound, UnsupportedLeaf, WorldMismatch
 from ckpt_engine.integrations import accelerate as ours
 from ckpt_engine.storage.posix import PosixStorage
 
@@ -208,3 +210,24 @@ def test_the_example_killed_at_a_step_goes_on_with_the_same_numbers(zero: str, r
     assert re.search("start: step 15 from memory", again), again[-2000:]
     assert finals(again) == finals(calm) and len(finals(calm)) == ranks
     assert tags(f"{lab.dir}/killed/checkpoints")[0] == "checkpoint_1"
+    if (zero, ranks) == ("none", 2):
+        alone_with_the_checkpoint_of_two(f"{lab.dir}/killed")
+
+
+def alone_with_the_checkpoint_of_two(project: str) -> None:
+    spec = importlib.util.spec_from_file_location("accelerate_example", REPOSITORY / "examples/accelerate_deepspeed.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    forget()
+    options = argparse.Namespace(project_dir=project, zero="none", total_limit=2, width=64)
+    accelerator, net, *_ = example.build(options)
+    accelerator.register_for_checkpointing(example.Progress())
+    folder = f"{project}/checkpoints/checkpoint_1"
+    with ours.attach(accelerator) as ckpt:
+        with pytest.raises(WorldMismatch):
+            ckpt.restore()
+        accelerator.load_state(folder)
+    for name, tensor in export.load(f"{folder}/model.safetensors").items():
+        assert torch.equal(net.state_dict()[name], tensor), name
+    forget()
