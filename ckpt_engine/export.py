@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,10 +175,13 @@ def _find(storage: PosixStorage, root: str, tag: str) -> Committed:
 def _merge(storage: PosixStorage, committed: Committed) -> Flat:
     manifest = committed.manifest
     flat = Flat({"step": manifest.attempt.step}, {"step": ("step",)})
+    files = [
+        (shard.rank, entry, _unranked(entry.name, shard.rank)) for shard in manifest.shards for entry in shard.files
+    ]
+    seen = Counter((rank, short) for rank, _, short in files)
     parts: dict[str, dict[int, FileEntry]] = {}
-    for shard in manifest.shards:
-        for entry in shard.files:
-            parts.setdefault(_unranked(entry.name, shard.rank), {})[shard.rank] = entry
+    for rank, entry, short in files:
+        parts.setdefault(short if seen[rank, short] == 1 else entry.name, {})[rank] = entry
     for part, entries in parts.items():
         states = {rank: _read(storage, committed, entry) for rank, entry in entries.items()}
         together = len(states) == 1 or any(

@@ -126,6 +126,20 @@ def test_deepspeed_has_its_own_tools(lab: Lab, tmp_path: Path) -> None:
         export.to_torch(lab.root, tmp_path / "out.pt")
 
 
+def test_files_that_would_be_one_part_keep_their_names(lab: Lab, tmp_path: Path) -> None:
+    with CheckpointEngine(lab.root) as ckpt:
+        ckpt.save_to_storage(1, {"model.pt": {"a": 1}, "model-0.pt": {"a": 2}, "rng-0.pt": {"a": 3}}).result(
+            timeout_s=60
+        )
+    export.to_torch(lab.root, tmp_path / "out.pt")
+    assert export.load(tmp_path / "out.pt") == {
+        "step": 1,
+        "model.pt": {"a": 1},
+        "model-0.pt": {"a": 2},
+        "rng": {"a": 3},
+    }
+
+
 def test_names_lose_their_rank_and_nothing_else() -> None:
     for name, rank, short in (
         ("model-0.pt", 0, "model"),
