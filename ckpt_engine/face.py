@@ -1,9 +1,14 @@
-"""What every face of the engine says alike: wait, pin, unpin."""
+"""What every face of the engine says alike: wait, pin, unpin, close."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.handles import Published
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Face:
@@ -33,3 +38,21 @@ class Face:
     def unpin(self, step: int) -> None:
         """Give every checkpoint of ``step`` back to retention, which the next commit runs. Raises as ``pin`` does."""
         self._core.unpin(step)
+
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """Wait for the saves in flight and say goodbye; memory-only snapshots are dropped. Idempotent.
+
+        What the engine was attached to gets its own methods back first.
+        """
+        self._detach()
+        self._core.close(timeout_s=timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._detach()
+        self._core.close(goodbye=kind is None)
+
+    def _detach(self) -> None:
+        """Give a framework its own methods back. Idempotent."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -177,18 +176,6 @@ class CheckpointEngine(Face):
 
         with self._core.alone():
             return self._core.restore(load, wants, step)
-
-    def close(self, *, timeout_s: float | None = None) -> None:
-        """Wait for the saves in flight and say goodbye; memory-only snapshots are dropped. Idempotent."""
-        self._core.close(timeout_s=timeout_s)
-
-    def __enter__(self) -> CheckpointEngine:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._core.close(goodbye=kind is None)
 
 
 def _load(source: Source, name: str, map_location: Any, weights_only: bool) -> object:

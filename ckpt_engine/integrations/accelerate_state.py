@@ -7,18 +7,17 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.errors import CkptError, ConfigError, NotFound, RestoreError, StagingError
+from ckpt_engine.errors import ConfigError, NotFound, RestoreError, StagingError
 from ckpt_engine.events import log, warn_once
 from ckpt_engine.face import Face
 from ckpt_engine.group import together
 from ckpt_engine.handles import Handle, Staged
-from ckpt_engine.integrations.deepspeed_shim import Shim, Transaction, wrapped
+from ckpt_engine.integrations.deepspeed_shim import Shim, Transaction, await_saves, wrapped
 from ckpt_engine.integrations.hf_resume import Shown, standing
-from ckpt_engine.integrations.hf_save import Desk, replaced
+from ckpt_engine.integrations.hf_save import Desk, replaced, weights_bytes
 from ckpt_engine.manifest import Attempt
 from ckpt_engine.metrics import Metrics
 from ckpt_engine.reading import Reading
@@ -162,7 +161,7 @@ class AcceleratorCheckpointer(Face):
     def _written_bytes(self) -> int:
         if self._deepspeed or not self._writes():
             return 0
-        return sum(p.numel() * p.element_size() for model in self._accelerator._models for p in model.parameters())
+        return sum(map(weights_bytes, self._accelerator._models))
 
     # -- restore -------------------------------------------------------------------------------------------------
 
@@ -211,12 +210,7 @@ class AcceleratorCheckpointer(Face):
         path = os.path.realpath(os.fspath(input_dir))
 
         def look() -> tuple[Attempt | None, bool]:
-            try:
-                core.wait()
-            except CkptError as error:
-                if core.options.on_error == "raise":
-                    raise
-                log.warning("before loading: %s", error)
+            await_saves(core)
             found, traces = standing(core, path, verify=True) if core.place.rank == 0 else (None, False)
             return (None if found is None else found.manifest.attempt), traces
 
@@ -239,12 +233,7 @@ class AcceleratorCheckpointer(Face):
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def close(self, *, timeout_s: float | None = None) -> None:
-        """Wait for the saves in flight, say goodbye, and give the Accelerator its own methods back. Idempotent."""
-        self._let_go()
-        self._core.close(timeout_s=timeout_s)
-
-    def _let_go(self) -> None:
+    def _detach(self) -> None:
         for name in self._own:
             vars(self._accelerator).pop(name, None)
         self._desk.clear()
@@ -253,12 +242,3 @@ class AcceleratorCheckpointer(Face):
         own = self._own["end_training"]
         self.close()
         return own(*arguments, **options)
-
-    def __enter__(self) -> AcceleratorCheckpointer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._let_go()
-        self._core.close(goodbye=kind is None)

@@ -18,13 +18,12 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ckpt_engine import listing
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Options, SaverOptions
-from ckpt_engine.errors import CkptError, ConfigError, RestoreError, WorldMismatch
+from ckpt_engine.errors import ConfigError, RestoreError, WorldMismatch
 from ckpt_engine.events import log, warn_once
 from ckpt_engine.face import Face
 from ckpt_engine.group import together
@@ -33,6 +32,7 @@ from ckpt_engine.integrations.deepspeed_shim import (
     Loading,
     Shim,
     Transaction,
+    await_saves,
     owned_by,
     placeholders,
     refuse_unsupported,
@@ -308,12 +308,7 @@ class DeepSpeedCheckpointer(Face):
         core, original = self._core, self._originals["load_checkpoint"]
 
         def settled() -> Committed | None:
-            try:
-                core.wait()
-            except CkptError as error:
-                if core.options.on_error == "raise":
-                    raise
-                log.warning("before loading: %s", error)
+            await_saves(core)
             return self._find(str(load_dir), tag)
 
         told = together(core.group, settled, RestoreError)
@@ -380,11 +375,6 @@ class DeepSpeedCheckpointer(Face):
 
     # -- end -----------------------------------------------------------------------------------------------------
 
-    def close(self, *, timeout_s: float | None = None) -> None:
-        """Wait for the saves in flight, say goodbye, and give DeepSpeed its own checkpointing back. Idempotent."""
-        self._detach()
-        self._core.close(timeout_s=timeout_s)
-
     def _destroy(self) -> None:
         """DeepSpeed's ``destroy`` is not a goodbye: it is called from ``__del__`` too, with an exception in flight."""
         original = self._originals["destroy"]
@@ -398,12 +388,3 @@ class DeepSpeedCheckpointer(Face):
             for name in self._originals:
                 self.engine.__dict__.pop(name, None)
             self.engine.__dict__.update(self._before)
-
-    def __enter__(self) -> DeepSpeedCheckpointer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._detach()
-        self._core.close(goodbye=kind is None)

@@ -12,7 +12,7 @@ from typing import Any
 from ckpt_engine import image
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.disk_names import SCRIPTS
-from ckpt_engine.errors import ConfigError, RestoreError
+from ckpt_engine.errors import CkptError, ConfigError, RestoreError
 from ckpt_engine.events import log, warn_once
 from ckpt_engine.overlap import Everything, storages, tensors_of
 from ckpt_engine.source import Source
@@ -127,6 +127,16 @@ def name_below(folder: str, path: str) -> str:
     """``path`` relative to ``folder``, a real path; the file itself may be a link."""
     parent, base = os.path.split(path)
     return os.path.normpath(os.path.join(os.path.relpath(os.path.realpath(parent), folder), base))
+
+
+def await_saves(core: Checkpointer) -> None:
+    """Before a framework loads: every save in flight has ended; a failure is told as ``on_error`` says."""
+    try:
+        core.wait()
+    except CkptError as error:
+        if core.options.on_error == "raise":
+            raise
+        log.warning("before loading: %s", error)
 
 
 @contextlib.contextmanager

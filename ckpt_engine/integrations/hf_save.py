@@ -88,7 +88,7 @@ class Work:
         self.weights_s = 0.0
         self.push = False
         self._plain = self._engine is None
-        self.folder = desk.lay(tag, _weights_bytes(trainer) if storage and trainer.args.should_save else 0)
+        self.folder = desk.lay(tag, weights_bytes(trainer.model) if storage and trainer.args.should_save else 0)
         owned = core.guards.owned() if self._plain else owned_by(self._engine, core.options.staging)
         self.transaction = Transaction(core, str(self.folder), storage=storage, owned=owned)
 
@@ -169,8 +169,8 @@ def _once_a_tag(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped(save_checkpoint, save)
 
 
-def _weights_bytes(trainer: Any) -> int:
-    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trainer.model.parameters())
+def weights_bytes(model: Any) -> int:
+    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters())
 
 
 def _overrides(trainer: Any, *names: str) -> bool:
