@@ -10,19 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.errors import ConfigError, NotFound, RestoreError, StagingError
+from ckpt_engine.errors import NotFound, StagingError
 from ckpt_engine.events import log, warn_once
 from ckpt_engine.face import Face
 from ckpt_engine.group import together
 from ckpt_engine.handles import Handle, Staged
-from ckpt_engine.integrations.deepspeed_shim import Shim, Transaction, await_saves, wrapped
-from ckpt_engine.integrations.hf_resume import Shown, standing
-from ckpt_engine.integrations.hf_save import Desk, replaced, weights_bytes
-from ckpt_engine.manifest import Attempt
+from ckpt_engine.integrations.deepspeed_shim import Shim, Transaction, wrapped
+from ckpt_engine.integrations.hf_resume import Shown, verified
+from ckpt_engine.integrations.hf_save import Desk, replaced, save_through, weights_bytes
 from ckpt_engine.metrics import Metrics
-from ckpt_engine.reading import Reading
 from ckpt_engine.restore import RestoreReport
-from ckpt_engine.saving import Entry
 
 _OF_ALL_RANKS = re.compile(r"scaler\.pt|(sampler|dl_state_dict)(_\d+)?\.bin")
 """Files that every rank writes under one name: those of rank 0 count."""
@@ -86,36 +83,25 @@ class AcceleratorCheckpointer(Face):
         return int(numbers[-1]) if numbers else self._step + 1
 
     def _save(self, step: int, tag: str, metrics: Metrics | None, options: dict[str, Any], *, storage: bool) -> Handle:
-        core = self._core
-        entry: Entry | None = None
-        problem: Exception | None = None
-        with core.alone():
-            try:
-                entry = core.enter(step, storage=storage, tag=tag, metrics=metrics)
-            except Exception as error:  # raised below: the others are on their way into DeepSpeed's collectives
-                problem = error
-            if core.options.when_busy == "skip" and core.busy_anywhere():
-                if entry is None:
-                    raise problem or ConfigError("not entered")
-                return core.skipped_handle(entry)
-            try:
-                folder = self._desk.lay(tag, self._written_bytes())
-                transaction = Transaction(core, str(folder), storage=storage)
-                transaction.error = problem
-                with self._redirected(transaction, storage=storage):
-                    self._own["save_state"](str(folder), **options)
-                if entry is None or transaction.error is not None:
-                    raise transaction.error or ConfigError(f"the save of step {step!r} was not entered")
+        def write(transaction: Transaction, folder: Path) -> None:
+            with self._redirected(transaction, storage=storage):
+                self._own["save_state"](str(folder), **options)
+            if transaction.error is None:
                 self._capture(transaction, folder)
-                handle = core.save(entry, {**self._mine(tag), **transaction.files})
-            except BaseException as error:
-                if entry is not None:
-                    core.fail(entry, error)
-                raise
-            finally:
-                self._desk.clear()
+
+        handle = save_through(
+            self._core,
+            self._desk,
+            step,
+            tag,
+            write,
+            storage=storage,
+            metrics=metrics,
+            need_bytes=self._written_bytes(),
+            mine=lambda name: self._writes() or not _OF_ALL_RANKS.fullmatch(name),
+        )
+        if not handle.staged.skipped:
             self._step = step
-        core.report_trouble(handle)
         return handle
 
     @contextmanager
@@ -146,17 +132,11 @@ class AcceleratorCheckpointer(Face):
             )
         for number, one in enumerate(self._accelerator._custom_objects):
             transaction.capture(one.state_dict(), str(folder / f"custom_checkpoint_{number}.pkl"))
-        if transaction.error is not None:
-            raise transaction.error
 
     def _writes(self) -> bool:
         """Whether this rank writes what is one for all ranks."""
         each = self._accelerator.project_configuration.save_on_each_node
         return bool(self._accelerator.is_local_main_process if each else self._accelerator.is_main_process)
-
-    def _mine(self, tag: str) -> dict[str, Any]:
-        files = self._desk.files(tag)
-        return {name: file for name, file in files.items() if self._writes() or not _OF_ALL_RANKS.fullmatch(name)}
 
     def _written_bytes(self) -> int:
         if self._deepspeed or not self._writes():
@@ -208,28 +188,8 @@ class AcceleratorCheckpointer(Face):
                 raise NotFound(f"there is no checkpoint in {core.root}")
             return None
         path = os.path.realpath(os.fspath(input_dir))
-
-        def look() -> tuple[Attempt | None, bool]:
-            await_saves(core)
-            found, traces = standing(core, path, verify=True) if core.place.rank == 0 else (None, False)
-            return (None if found is None else found.manifest.attempt), traces
-
-        inside = os.path.dirname(path) == core.root
-        lease = Reading(core.storage, *os.path.split(path)) if inside and core.place.rank == 0 else None
-        try:
-            attempt, traces = together(core.group, look, RestoreError)[0]
-            if traces and attempt is None:
-                raise NotFound(f"{path} is not complete: it has no manifest. restore() takes the newest that is")
-            if attempt is None:
-                log.warning("%s has no manifest: loading it unverified", path)
-            elif inside:
-                core.resumed_from(attempt)
-            result = self._own["load_state"](input_dir, *arguments, **options)
-            core.group.gather(())  # all have read it
-        finally:
-            if lease is not None:
-                lease.close()
-        return result
+        with verified(core, path, "restore() takes the newest that is"):
+            return self._own["load_state"](input_dir, *arguments, **options)
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -5,9 +5,10 @@ The directory holds links to verified files in memory, which the Trainer, DeepSp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckpt_engine import listing, runs
@@ -15,7 +16,9 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import NotFound, RestoreError, WorldMismatch
 from ckpt_engine.events import log
 from ckpt_engine.group import Place, together
-from ckpt_engine.manifest import Committed, FileEntry
+from ckpt_engine.integrations.deepspeed_shim import await_saves
+from ckpt_engine.manifest import Attempt, Committed, FileEntry
+from ckpt_engine.reading import Reading
 from ckpt_engine.restore import RestoreReport
 from ckpt_engine.source import Source
 from ckpt_engine.storage.posix import PosixStorage
@@ -253,6 +256,36 @@ def standing(core: Checkpointer, folder: str, *, verify: bool) -> tuple[Committe
             raise damage
     foreign = listing.unmanaged(core.storage, os.path.dirname(folder))
     return (found[0] if found else None), os.path.basename(folder) not in foreign
+
+
+@contextlib.contextmanager
+def verified(core: Checkpointer, folder: str, way: str) -> Iterator[None]:
+    """Around a framework's own load of the checkpoint in ``folder``, a real path: it is complete, intact, and stays.
+
+    Collective. Saves in flight end first. What no trace of us is in is loaded unverified, with a warning. Raises
+    NotFound, with the ``way`` out, for one without a manifest; Corrupt, RestoreError.
+    """
+
+    def look() -> tuple[Attempt | None, bool]:
+        await_saves(core)
+        found, traces = standing(core, folder, verify=True) if core.place.rank == 0 else (None, False)
+        return (None if found is None else found.manifest.attempt), traces
+
+    inside = os.path.dirname(folder) == core.root
+    lease = Reading(core.storage, *os.path.split(folder)) if inside and core.place.rank == 0 else None
+    try:
+        attempt, traces = together(core.group, look, RestoreError)[0]
+        if traces and attempt is None:
+            raise NotFound(f"{folder} is not complete: it has no manifest. {way}")
+        if attempt is None:
+            log.warning("%s has no manifest: loading it unverified", folder)
+        elif inside:
+            core.resumed_from(attempt)
+        yield
+        core.group.gather(())  # all have read it
+    finally:
+        if lease is not None:
+            lease.close()
 
 
 def incomplete(core: Checkpointer, *, above: int) -> list[str]:

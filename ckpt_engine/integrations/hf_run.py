@@ -8,7 +8,7 @@ import inspect
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,21 +216,7 @@ class Run:
         self._push_what_is_committed(all_of_them=True)
 
     def _await_commits(self) -> None:
-        """Wait, and say how far they are; a failure is told as the next save would (``on_error``)."""
-        core = self._core
-        deadline = Deadline(core.options.saver.commit_s + 60.0)
-        for handle in self._flying:
-            while not handle.done():
-                try:
-                    handle.result(min(_PROGRESS_S, deadline.remaining()))
-                except CkptError as error:
-                    if handle.done():
-                        handle.reported = False  # told below
-                    elif deadline.expired() or not isinstance(error, CommitTimeout):
-                        raise
-                    else:
-                        log.warning("waiting for %s: %s written (%s)", handle.path, self._progress(handle), error)
-        core.report_trouble()
+        await_commits(self._core, self._flying)
         self._flying.clear()
 
     def end(self) -> None:
@@ -239,12 +225,30 @@ class Run:
         self._desk.clear()
         self._give_back([*self._pushed, *(lease for _, _, lease in self._pushes)])
 
-    def _progress(self, handle: Handle) -> str:
-        for slot in self._core.buffers.mine():
-            found = slot.snapshot()
-            if found is not None and found[1].attempt == handle.staged.attempt:
-                return f"{slot.progress() >> 20} of {sum(file.nbytes for file in found[1].files) >> 20} MiB"
-        return "all"
+
+def await_commits(core: Checkpointer, flying: Iterable[Handle]) -> None:
+    """Wait, and say how far they are; a failure is told as the next save would (``on_error``)."""
+    deadline = Deadline(core.options.saver.commit_s + 60.0)
+    for handle in flying:
+        while not handle.done():
+            try:
+                handle.result(min(_PROGRESS_S, deadline.remaining()))
+            except CkptError as error:
+                if handle.done():
+                    handle.reported = False  # told below
+                elif deadline.expired() or not isinstance(error, CommitTimeout):
+                    raise
+                else:
+                    log.warning("waiting for %s: %s written (%s)", handle.path, _progress(core, handle), error)
+    core.report_trouble()
+
+
+def _progress(core: Checkpointer, handle: Handle) -> str:
+    for slot in core.buffers.mine():
+        found = slot.snapshot()
+        if found is not None and found[1].attempt == handle.staged.attempt:
+            return f"{slot.progress() >> 20} of {sum(file.nbytes for file in found[1].files) >> 20} MiB"
+    return "all"
 
 
 def _short(name: str) -> bool:

@@ -20,10 +20,13 @@ from typing import Any
 
 from ckpt_engine import budget
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.errors import UnsupportedLeaf
+from ckpt_engine.errors import ConfigError, UnsupportedLeaf
 from ckpt_engine.events import warn_once
+from ckpt_engine.handles import Handle
 from ckpt_engine.integrations.deepspeed_shim import Shim, Transaction, owned_by, wrapped
 from ckpt_engine.integrations.hf_resume import TRAINER_STATE
+from ckpt_engine.metrics import Metrics
+from ckpt_engine.saving import Entry
 from ckpt_engine.staging import Blob, Planned
 
 _WEIGHTS = "pytorch_model.bin"
@@ -167,6 +170,54 @@ def _once_a_tag(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         return save_checkpoint(*arguments, **options)
 
     return wrapped(save_checkpoint, save)
+
+
+def save_through(
+    core: Checkpointer,
+    desk: Desk,
+    step: int,
+    tag: str,
+    write: Callable[[Transaction, Path], None],
+    *,
+    storage: bool,
+    metrics: Metrics | None = None,
+    need_bytes: int = 0,
+    mine: Callable[[str], bool] = lambda name: True,
+) -> Handle:
+    """One save of a framework. ``write(transaction, folder)`` writes files into ``folder``, or captures them.
+
+    ``write`` may be collective: every rank comes to it, also one whose save is refused. ``need_bytes``: about what it
+    writes into ``folder``. ``mine``: which of these files are part of the checkpoint. Raises StagingError, SaverError,
+    UnsupportedLeaf, ConfigError.
+    """
+    entry: Entry | None = None
+    problem: Exception | None = None
+    with core.alone():
+        try:
+            entry = core.enter(step, storage=storage, tag=tag, metrics=metrics)
+        except Exception as error:  # raised below: the others are on their way into the framework's collectives
+            problem = error
+        if core.options.when_busy == "skip" and core.busy_anywhere():
+            if entry is None:
+                raise problem or ConfigError("not entered")
+            return core.skipped_handle(entry)
+        try:
+            folder = desk.lay(tag, need_bytes)
+            transaction = Transaction(core, str(folder), storage=storage)
+            transaction.error = problem
+            write(transaction, folder)
+            if entry is None or transaction.error is not None:
+                raise transaction.error or ConfigError(f"the save of step {step!r} was not entered")
+            written = {name: file for name, file in desk.files(tag).items() if mine(name)}
+            handle = core.save(entry, {**written, **transaction.files})
+        except BaseException as error:
+            if entry is not None:
+                core.fail(entry, error)
+            raise
+        finally:
+            desk.clear()
+    core.report_trouble(handle)
+    return handle
 
 
 def weights_bytes(model: Any) -> int:
