@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: demo test check crash deaths soak sanitize fuzz judge bench bench-full bench-peers figures matrix clean
+.PHONY: demo test check crash deaths soak sanitize fuzz judge compat bench bench-full bench-peers figures matrix clean
 
 demo: $(VENV)/package.stamp
 	$(BIN)/python examples/demo.py
@@ -87,6 +87,10 @@ fuzz: $(VENV)/package.stamp
 # An outside judge, ckpt-chaos from PyPI in an environment of its own, kills trainer and saver at file events.
 judge: $(VENV)/package.stamp
 	$(BIN)/python -m tests.judge
+
+# The tests of the integrations with older lines of transformers, Accelerate and Lightning. WORDS="lightning 2.5" picks.
+compat: $(VENV)/package.stamp
+	$(BIN)/python tests/compat.py $(WORDS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis ckpt_engine/_C.*.so
