@@ -132,6 +132,8 @@ def test_torch_and_frameworks_stay_on_the_trainers_stair() -> None:
         if floors[room][1] == "saver" or floors[room][0] < 2:
             heavy = {name.split(".")[0] for name in imports(FILES[room])} & {"torch", "pickle", "deepspeed", "numpy"}
             assert not heavy, f"{room} imports {heavy}: the saver must be small, quick to start and unable to unpickle"
+        both = {"lightning", "pytorch_lightning"} & {name.split(".")[0] for name in imports(FILES[room])}
+        assert not both, f"{room} imports {both}: of two packages with one Trainer it knows neither"
         if any(name.split(".")[0] == "deepspeed" for name in imports(FILES[room])):
             assert room.startswith("integrations/deepspeed"), (
                 f"{room} imports deepspeed: one framework, one integration"

@@ -1,0 +1,111 @@
+"""What Lightning does because of a newer checkpoint, and what has to wait until that is committed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt_engine.errors import CkptError
+from ckpt_engine.events import log
+from ckpt_engine.handles import Handle
+
+
+@dataclass(frozen=True, slots=True)
+class _Act:
+    act: Callable[[], None]
+    after: int
+    removes: str
+
+
+class Later:
+    """What is to happen after a commit. On rank 0; the others have nothing to do."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._flying: list[tuple[int, Handle]] = []
+        self._committed = -1
+        self._acts: list[_Act] = []
+        self._threads: list[threading.Thread] = []
+
+    def saved(self, handle: Handle | None, path: str) -> None:
+        """One more save, into ``path``: which is not to be removed any more. None: it has failed already."""
+        self._look()
+        self._count += 1
+        if handle is not None:
+            self._flying.append((self._count - 1, handle))
+        self._acts = [one for one in self._acts if one.removes != path]
+
+    def add(self, act: Callable[[], None], *, removes: str = "") -> None:
+        """``act`` runs when the saves so far have ended, and the last of them, or a later one, is committed."""
+        self._acts.append(_Act(act, max(self._count, 1), removes))
+
+    def add_for_all(self, act: Callable[[], None]) -> None:
+        """``act`` runs when no save is in flight."""
+        self._acts.append(_Act(act, 0, ""))
+
+    def aside(self, act: Callable[[], object]) -> None:
+        """``act`` in a thread: removing takes its time."""
+        thread = threading.Thread(target=_try, args=(act,), name="remove a checkpoint")
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        thread.start()
+
+    def removes(self, path: str) -> bool:
+        return any(one.removes == path for one in self._acts)
+
+    def flying(self) -> list[Handle]:
+        return [handle for _, handle in self._flying]
+
+    def run(self) -> None:
+        """Everything whose time has come; trouble is logged."""
+        if not self._acts:
+            return
+        self._look()
+        oldest = min((number for number, _ in self._flying), default=self._count)
+        for one in list(self._acts):
+            ready = one.after <= min(oldest, self._committed + 1) if one.after else not self._flying
+            if ready:
+                self._acts.remove(one)
+                _try(one.act)
+
+    def _look(self) -> None:
+        for number, handle in [one for one in self._flying if one[1].done()]:
+            self._flying.remove((number, handle))
+            told = handle.reported
+            try:
+                handle.result()
+                self._committed = max(self._committed, number)
+            except CkptError:
+                handle.reported = told  # the next save tells of it
+
+    def end(self) -> None:
+        """What cannot happen any more is named."""
+        for thread in self._threads:
+            thread.join()
+        for one in self._acts:
+            if one.removes:
+                log.warning("%s stays: no checkpoint was committed after it", one.removes)
+        self._acts.clear()
+
+
+def _try(act: Callable[[], object]) -> None:
+    try:
+        act()
+    except (CkptError, OSError) as error:
+        log.warning("%s", error)
+
+
+def link(target: str, path: str) -> None:
+    """A symbolic link in place of whatever is there, in one step."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.islink(path) and os.readlink(path) == target:
+        return
+    temporary = f"{path}.{secrets.token_hex(4)}"
+    os.symlink(target, temporary)
+    try:
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
