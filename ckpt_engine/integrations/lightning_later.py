@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
@@ -23,7 +24,9 @@ class _Act:
 class Later:
     """What is to happen after a commit. On rank 0; the others have nothing to do."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: str) -> None:
+        """``notes``: a file that says what is still to be removed, for whoever starts after a crash."""
+        self._notes = notes
         self._count = 0
         self._flying: list[tuple[int, Handle]] = []
         self._committed = -1
@@ -36,11 +39,33 @@ class Later:
         self._count += 1
         if handle is not None:
             self._flying.append((self._count - 1, handle))
-        self._acts = [one for one in self._acts if one.removes != path]
+        if self.removes(path):
+            self._acts = [one for one in self._acts if one.removes != path]
+            self._note()
 
     def add(self, act: Callable[[], None], *, removes: str = "") -> None:
         """``act`` runs when the saves so far have ended, and the last of them, or a later one, is committed."""
         self._acts.append(_Act(act, max(self._count, 1), removes))
+        if removes:
+            self._note()
+
+    def noted(self) -> list[str]:
+        """What a run that ended early was still to remove."""
+        try:
+            with open(self._notes, encoding="utf-8", errors="surrogateescape") as file:
+                return [line for line in file.read().split("\n") if line]
+        except FileNotFoundError:
+            return []
+
+    def _note(self) -> None:
+        pending = [one.removes for one in self._acts if one.removes]
+        with contextlib.suppress(OSError):  # without it a crash leaves what was to go
+            if pending:
+                with open(f"{self._notes}.new", "w", encoding="utf-8", errors="surrogateescape") as file:
+                    file.write("\n".join(pending))
+                os.replace(f"{self._notes}.new", self._notes)
+            else:
+                os.unlink(self._notes)
 
     def add_for_all(self, act: Callable[[], None]) -> None:
         """``act`` runs when no save is in flight."""
@@ -69,6 +94,8 @@ class Later:
             if ready:
                 self._acts.remove(one)
                 _try(one.act)
+                if one.removes:
+                    self._note()
 
     def _look(self) -> None:
         for number, handle in [one for one in self._flying if one[1].done()]:
@@ -86,7 +113,7 @@ class Later:
             thread.join()
         for one in self._acts:
             if one.removes:
-                log.warning("%s stays: no checkpoint was committed after it", one.removes)
+                log.warning("%s stays for now: no checkpoint was committed after it", one.removes)
         self._acts.clear()
 
 

@@ -28,6 +28,7 @@ from ckpt_engine.integrations.hf_save import Desk, replaced, save_through, weigh
 from ckpt_engine.integrations.lightning_later import Later, link
 
 FOLDER = "ckpt_engine"
+_NOTES = "to-remove.txt"
 _SNAPSHOT = "snapshot-step="
 
 
@@ -60,7 +61,7 @@ class Run:
         self.core = Checkpointer(root, options, rank=None, world_size=None)
         self._memory_steps = memory_steps
         self._desk = Desk(self.core)
-        self._later = Later()
+        self._later = Later(os.path.join(self.core.root, _NOTES))
         self._saved: set[str] = set()
         self._last = -1
         self._over = over
@@ -69,10 +70,10 @@ class Run:
         self._own: dict[str, Callable[..., Any]] = {name: getattr(self._strategy, name) for name in names}
         methods = {name: wrapped(self._own[name], getattr(self, f"_{name}")) for name in names}
         self._during.enter_context(replaced(self._strategy, **methods))
-        for one in trainer.checkpoint_callbacks:
-            if is_a(one, "ModelCheckpoint"):
-                mine = {"file_exists": self._file_exists, "_link_checkpoint": self._link_checkpoint}
-                self._during.enter_context(replaced(one, **mine))
+        self._keepers = [one for one in trainer.checkpoint_callbacks if is_a(one, "ModelCheckpoint")]
+        for one in self._keepers:
+            mine = {"file_exists": self._file_exists, "_link_checkpoint": self._link_checkpoint}
+            self._during.enter_context(replaced(one, **mine))
         for logger in trainer.loggers:
             own = logger.after_save_checkpoint
             self._during.enter_context(replaced(logger, after_save_checkpoint=self._told_later(own)))
@@ -168,7 +169,9 @@ class Run:
         if self.core.place.rank == 0:
             self._later.add(lambda: self._remove(path), removes=path)
 
-    def _remove(self, path: str) -> None:
+    def _remove(self, path: str, *, unless_known: bool = False) -> None:
+        if unless_known and any(path in _known_to(one) for one in self._keepers):
+            return
         tag = self._tag(path)
         folder = os.path.join(self.core.root, tag)
         found, damaged = listing.in_tag(self.core.storage, folder) if tag and os.path.isdir(folder) else ([], [])
@@ -183,6 +186,8 @@ class Run:
 
     def load(self, asked: Any, own: Callable[[Any], None]) -> None:
         """What ``fit`` begins from: ``asked``, the newest of all, or nothing. Collective. ``own`` loads a path."""
+        for path in self._later.noted() if self.core.place.rank == 0 else ():
+            self._later.add(functools.partial(self._remove, path, unless_known=True), removes=path)
         if isinstance(asked, Newest):
             self._load_newest(asked, own)
         elif asked:
@@ -254,6 +259,12 @@ class Run:
             self._desk.clear()
             self._over()
             self.core.close(goodbye=clean)
+
+
+def _known_to(keeper: Any) -> list[str]:
+    """What a ModelCheckpoint keeps, as far as it knows."""
+    found = [*getattr(keeper, "best_k_models", ()), keeper.best_model_path, keeper.last_model_path]
+    return [os.path.abspath(path) for path in found if path]
 
 
 def _as_it_is(obj: Any, src: int = 0) -> Any:
