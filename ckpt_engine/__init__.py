@@ -6,7 +6,8 @@ The map of the house (imports go down only)::
        integrations/{deepspeed,deepspeed_shim,deepspeed_size}     |
        integrations/{hf,hf_run,hf_save,hf_resume}                 |
        integrations/{accelerate,accelerate_state}                 |
-       integrations/{lightning,lightning_run,lightning_later}     |
+       integrations/{lightning,lightning_run}                     |
+       integrations/{lightning_later,lightning_shelf}             |
     4  plain  face  checkpointer  saving  handles                 |  saver/{server,endings}
     3  restore  source  agreement  group  buffers  overlap        |  saver/{persist,committer,ledger}
        staging  device  link                                      |  saver/{outcomes,peers,stalls}

@@ -144,7 +144,8 @@ class _Ears:
 
 
 def _first_dirpath(trainer: Any) -> str:
-    return next((str(one.dirpath) for one in trainer.checkpoint_callbacks if getattr(one, "dirpath", None)), "")
+    keepers = [one for one in trainer.checkpoint_callbacks if is_a(one, "ModelCheckpoint")]
+    return next((str(one.dirpath) for one in keepers if one.dirpath), "")
 
 
 def _refuse(trainer: Any) -> Any:

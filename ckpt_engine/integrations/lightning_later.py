@@ -17,18 +17,22 @@ from ckpt_engine.handles import Handle
 @dataclass(frozen=True, slots=True)
 class _Act:
     act: Callable[[], None]
-    after: int
+    after: int | None
     removes: str
 
 
 class Later:
     """What is to happen after a commit. On rank 0; the others have nothing to do."""
 
-    def __init__(self, notes: str) -> None:
-        """``notes``: a file that says what is still to be removed, for whoever starts after a crash."""
+    def __init__(self, notes: str, failed: Callable[[str], None]) -> None:
+        """``notes``: a file that says what is still to be removed, for whoever starts after a crash.
+
+        ``failed``: called with the path of a save that did not become a checkpoint.
+        """
         self._notes = notes
+        self._failed = failed
         self._count = 0
-        self._flying: list[tuple[int, Handle]] = []
+        self._flying: list[tuple[int, Handle, str]] = []
         self._committed = -1
         self._acts: list[_Act] = []
         self._threads: list[threading.Thread] = []
@@ -38,14 +42,18 @@ class Later:
         self._look()
         self._count += 1
         if handle is not None:
-            self._flying.append((self._count - 1, handle))
+            self._flying.append((self._count - 1, handle, path))
+        self.forget(path)
+
+    def forget(self, path: str) -> None:
+        """Not to be removed any more: it is being saved anew."""
         if self.removes(path):
             self._acts = [one for one in self._acts if one.removes != path]
             self._note()
 
-    def add(self, act: Callable[[], None], *, removes: str = "") -> None:
-        """``act`` runs when the saves so far have ended, and the last of them, or a later one, is committed."""
-        self._acts.append(_Act(act, max(self._count, 1), removes))
+    def add(self, act: Callable[[], None], *, removes: str = "", one_more: bool = False) -> None:
+        """``act`` runs when the saves so far, or ``one_more``, have ended, and the last or a later one is committed."""
+        self._acts.append(_Act(act, self._count + one_more, removes))
         if removes:
             self._note()
 
@@ -69,7 +77,7 @@ class Later:
 
     def add_for_all(self, act: Callable[[], None]) -> None:
         """``act`` runs when no save is in flight."""
-        self._acts.append(_Act(act, 0, ""))
+        self._acts.append(_Act(act, None, ""))
 
     def aside(self, act: Callable[[], object]) -> None:
         """``act`` in a thread: removing takes its time."""
@@ -81,16 +89,16 @@ class Later:
         return any(one.removes == path for one in self._acts)
 
     def flying(self) -> list[Handle]:
-        return [handle for _, handle in self._flying]
+        return [handle for _, handle, _ in self._flying]
 
     def run(self) -> None:
         """Everything whose time has come; trouble is logged."""
         if not self._acts:
             return
         self._look()
-        oldest = min((number for number, _ in self._flying), default=self._count)
+        oldest = min((number for number, _, _ in self._flying), default=self._count)
         for one in list(self._acts):
-            ready = one.after <= min(oldest, self._committed + 1) if one.after else not self._flying
+            ready = one.after <= min(oldest, self._committed + 1) if one.after is not None else not self._flying
             if ready:
                 self._acts.remove(one)
                 _try(one.act)
@@ -98,14 +106,17 @@ class Later:
                     self._note()
 
     def _look(self) -> None:
-        for number, handle in [one for one in self._flying if one[1].done()]:
-            self._flying.remove((number, handle))
+        for one in [one for one in self._flying if one[1].done()]:
+            number, handle, path = one
+            self._flying.remove(one)
             told = handle.reported
             try:
                 handle.result()
                 self._committed = max(self._committed, number)
             except CkptError:
                 handle.reported = told  # the next save tells of it
+                if path not in (flying for _, _, flying in self._flying):
+                    _try(lambda path=path: self._failed(path))  # type: ignore[misc]
 
     def end(self) -> None:
         """What cannot happen any more is named."""
@@ -125,11 +136,13 @@ def _try(act: Callable[[], object]) -> None:
 
 
 def link(target: str, path: str) -> None:
-    """A symbolic link in place of whatever is there, in one step."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    """A relative symbolic link in place of whatever is there, in one step."""
+    folder = os.path.dirname(path)
+    os.makedirs(folder, exist_ok=True)
+    target = os.path.relpath(target, os.path.realpath(folder))
     if os.path.islink(path) and os.readlink(path) == target:
         return
-    temporary = f"{path}.{secrets.token_hex(4)}"
+    temporary = os.path.join(folder, f".link-{secrets.token_hex(4)}")
     os.symlink(target, temporary)
     try:
         os.replace(temporary, path)

@@ -1,9 +1,7 @@
 """One ``fit`` of a Lightning Trainer: what is saved, what waits for a commit, what is loaded, and how it ends.
 
-On disk ``<dirpath>/<name>.ckpt`` is what Lightning would have made: with DeepSpeed a directory, which is the commit
-directory; else a file, to be precise a link to the one in ``<dirpath>/ckpt_engine/<name>.ckpt``, which is there as soon
-as the checkpoint is committed, and always a complete one. What Lightning removes, links or uploads because a newer
-checkpoint was saved, waits until that is committed.
+What lies where is the matter of ``lightning_shelf``. What Lightning removes, links or uploads because a newer
+checkpoint was saved, waits until that is committed (``lightning_later``).
 """
 
 from __future__ import annotations
@@ -15,21 +13,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine import listing, sweep
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Options
-from ckpt_engine.errors import ConfigError, UnsupportedLeaf, WorldMismatch
+from ckpt_engine.errors import ConfigError, Corrupt, RestoreError, UnsupportedLeaf, WorldMismatch
 from ckpt_engine.events import log, warn_once
+from ckpt_engine.group import together
 from ckpt_engine.handles import Handle
-from ckpt_engine.integrations.deepspeed_shim import Shim, Transaction, refuse_unsupported, wrapped
+from ckpt_engine.integrations.deepspeed_shim import Shim, Transaction, await_saves, refuse_unsupported, wrapped
 from ckpt_engine.integrations.hf_resume import Shown, verified
 from ckpt_engine.integrations.hf_run import await_commits
 from ckpt_engine.integrations.hf_save import Desk, replaced, save_through, weights_bytes
-from ckpt_engine.integrations.lightning_later import Later, link
+from ckpt_engine.integrations.lightning_later import Later
+from ckpt_engine.integrations.lightning_shelf import FOLDER, Shelf
+from ckpt_engine.storage.posix import PosixStorage
 
-FOLDER = "ckpt_engine"
 _NOTES = "to-remove.txt"
-_SNAPSHOT = "snapshot-step="
 
 
 class Newest(str):
@@ -57,17 +55,20 @@ class Run:
         self._folder = os.path.realpath(folder)
         if self._deepspeed and trainer.strategy.model is not trainer.lightning_module:
             refuse_unsupported(self._strategy.model)
-        root = self._folder if self._deepspeed else os.path.join(self._folder, FOLDER)
-        self.core = Checkpointer(root, options, rank=None, world_size=None)
+        names = ("save_checkpoint", "remove_checkpoint", "teardown")
+        self._own: dict[str, Callable[..., Any]] = {name: getattr(self._strategy, name) for name in names}
+        self._shelf = Shelf(
+            PosixStorage(), self._folder, deepspeed=self._deepspeed, own_remove=self._own["remove_checkpoint"]
+        )
+        self.core = Checkpointer(self._shelf.root, options, rank=None, world_size=None)
         self._memory_steps = memory_steps
         self._desk = Desk(self.core)
-        self._later = Later(os.path.join(self.core.root, _NOTES))
+        self._window = -1
+        self._later = Later(os.path.join(self.core.root, _NOTES), self._failed)
         self._saved: set[str] = set()
         self._last = -1
         self._over = over
         self._during = contextlib.ExitStack()
-        names = ("save_checkpoint", "remove_checkpoint", "teardown")
-        self._own: dict[str, Callable[..., Any]] = {name: getattr(self._strategy, name) for name in names}
         methods = {name: wrapped(self._own[name], getattr(self, f"_{name}")) for name in names}
         self._during.enter_context(replaced(self._strategy, **methods))
         self._keepers = [one for one in trainer.checkpoint_callbacks if is_a(one, "ModelCheckpoint")]
@@ -82,25 +83,44 @@ class Run:
 
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """``strategy.save_checkpoint`` of any caller, which every rank calls; rank 0 says where."""
-        path = str(self._strategy.broadcast(os.path.abspath(filepath)))
-        tag = self._tag(path)
-        if not tag or storage_options is not None:
-            where = f"not in {self._folder}" if not tag else "with storage_options"
-            warn_once(f"elsewhere {self._folder}", f"save_checkpoint({path}): {where}, so it blocks as ever")
+        path = os.path.abspath(filepath)
+        if self.core.place.rank == 0:
+            self._shelf.make_way(path)
+        path = str(self._strategy.broadcast(path))
+        tag = self._shelf.tag(path)
+        why = f"not a name in {self._folder}" if not tag else ""
+        why = "it takes storage_options" if storage_options is not None else why
+        why = why or ("" if "optimizer_states" in checkpoint else "nobody can resume from weights alone")
+        if why:
+            warn_once(f"elsewhere {self._folder} {why}", f"save_checkpoint({path}) blocks as ever: {why}")
+            self._later.forget(path)
             self._own["save_checkpoint"](checkpoint, path, storage_options)
+            if self.core.place.rank == 0:
+                self._later.add(lambda: self._shelf.seen(path), one_more=True)
             return
         handle = self._save(checkpoint, tag, os.path.basename(path), storage=True)
         self._later.saved(handle, path)
-        self._saved.add(path)
-        if handle is not None and not self._deepspeed and self.core.place.rank == 0:
-            self._show(path, os.path.join(handle.path, os.path.basename(path)))
+        if handle is not None and not handle.staged.skipped:
+            self._saved.add(path)
+            if self.core.place.rank == 0:
+                self._shelf.show(path, self._later)
+
+    def _failed(self, path: str) -> None:
+        self._saved.discard(path)
+        if self.core.place.rank == 0:
+            self._shelf.failed(path)
 
     def after_batch(self) -> None:
         """A snapshot in memory, where one is due, and what waits for a commit."""
-        step = self._trainer.global_step
-        if self._memory_steps and step % self._memory_steps == 0 and step != self._last:
-            checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(False)
-            self._save(checkpoint, f"{_SNAPSHOT}{step}", "snapshot.ckpt", storage=False)
+        if self._memory_steps:
+            step = self._trainer.global_step
+            if self._window < 0:
+                self._window = (step - 1) // self._memory_steps  # of the step before
+            due = step // self._memory_steps > self._window
+            self._window = step // self._memory_steps
+            if due and step != self._last:
+                checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(False)
+                self._save(checkpoint, self._shelf.snapshot(step), "snapshot.ckpt", storage=False)
         self._later.run()
 
     def _save(self, checkpoint: dict[str, Any], tag: str, file: str, *, storage: bool) -> Handle | None:
@@ -129,20 +149,7 @@ class Run:
             log.error("step %d is not saved, the training goes on: %s", step, error)
         return None
 
-    def _tag(self, path: str) -> str:
-        """The directory in the root for ``path``, "" if it is not ours."""
-        parent, name = os.path.split(path)
-        return name if os.path.realpath(parent) == self._folder else ""
-
     # -- what Lightning does because of a save -------------------------------------------------------------------
-
-    def _show(self, path: str, target: str) -> None:
-        """``path`` becomes a link to ``target``: at once, unless it would hide a file that is not ours until then."""
-        target = os.path.relpath(target, os.path.dirname(path))
-        if os.path.lexists(path) and not os.path.islink(path):
-            self._later.add(lambda: link(target, path))
-        else:
-            link(target, path)
 
     def _file_exists(self, filepath: Any, trainer: Any) -> bool:
         """``ModelCheckpoint.file_exists``: what is on its way is there, what is to be removed is not."""
@@ -152,10 +159,11 @@ class Run:
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:
         """``save_last="link"``: the link before it stays until what the new one names is committed."""
-        path, target = os.path.abspath(linkpath), os.path.relpath(filepath, os.path.dirname(linkpath))
-        self._saved.add(path)
+        target, path = os.path.abspath(filepath), os.path.abspath(linkpath)
         if self.core.place.rank == 0:
-            self._later.add(lambda: link(target, path))
+            self._later.add(lambda: self._shelf.show_as(target, path))
+            self._later.run()  # at once, if nothing is in flight
+        self._saved.add(path)
 
     def _told_later(self, own: Callable[[Any], None]) -> Callable[[Any], None]:
         def after_save_checkpoint(callback: Any) -> None:
@@ -166,33 +174,46 @@ class Run:
     def _remove_checkpoint(self, filepath: Any) -> None:
         path = os.path.abspath(filepath)
         self._saved.discard(path)
-        if self.core.place.rank == 0:
-            self._later.add(lambda: self._remove(path), removes=path)
+        if not self._shelf.tag(path):
+            self._own["remove_checkpoint"](filepath)
+        elif self.core.place.rank == 0:
+            self._later.add(lambda: self._shelf.remove(path, self._later), removes=path)
 
-    def _remove(self, path: str, *, unless_known: bool = False) -> None:
-        if unless_known and any(path in _known_to(one) for one in self._keepers):
-            return
-        tag = self._tag(path)
-        folder = os.path.join(self.core.root, tag)
-        found, damaged = listing.in_tag(self.core.storage, folder) if tag and os.path.isdir(folder) else ([], [])
-        if os.path.islink(path):
-            os.unlink(path)
-        elif not found and not damaged:
-            self._own["remove_checkpoint"](path)
-        for one in found:
-            self._later.aside(functools.partial(sweep.remove_checkpoint, self.core.storage, one))
+    def _remove_unless_known(self, path: str) -> None:
+        if not any(path in _known_to(one) for one in self._keepers):
+            self._shelf.remove(path, self._later)
 
     # -- load ----------------------------------------------------------------------------------------------------
 
     def load(self, asked: Any, own: Callable[[Any], None]) -> None:
         """What ``fit`` begins from: ``asked``, the newest of all, or nothing. Collective. ``own`` loads a path."""
-        for path in self._later.noted() if self.core.place.rank == 0 else ():
-            self._later.add(functools.partial(self._remove, path, unless_known=True), removes=path)
+        try:
+            self._load(asked, own)
+        except Corrupt:
+            if self._deepspeed:
+                log.error(
+                    "if Lightning has saved into one of these directories without ckpt_engine, delete MANIFEST.json "
+                    "and .attempt-* there: then it is loaded as it is, unverified"
+                )
+            raise
+
+    def _load(self, asked: Any, own: Callable[[Any], None]) -> None:
+        if self.core.place.rank == 0:
+            noted = self._later.noted()
+            for path in dict.fromkeys([*noted, *self._shelf.stale()]):
+                act = functools.partial(self._remove_unless_known, path)
+                self._later.add(act, removes=path if path in noted else "", one_more=True)
         if isinstance(asked, Newest):
             self._load_newest(asked, own)
         elif asked:
-            path = os.path.realpath(asked)
-            folder = path if self._deepspeed or self._tag(os.path.abspath(asked)) == "" else os.path.dirname(path)
+            folder = os.path.realpath(asked)
+            if not self._deepspeed:
+                folder = os.path.dirname(folder)
+                if os.path.basename(os.path.dirname(folder)) != FOLDER:
+                    await_saves(self.core)
+                    log.warning("%s has no manifest: loading it unverified", asked)
+                    own(asked)
+                    return
             with verified(self.core, folder, "pass ckpt_path='last' to start from the newest that is"):
                 own(asked)
         else:
@@ -200,16 +221,23 @@ class Run:
 
     def _load_newest(self, stock: Newest, own: Callable[[Any], None]) -> None:
         core, connector = self.core, self._trainer._checkpoint_connector
+        news = together(core.group, lambda: core.place.rank == 0 and self._shelf.is_news(stock), RestoreError)[0]
+        if stock and core.place.rank == 0:
+            self._later.add(lambda: self._shelf.seen(stock), one_more=True)
+        if news:
+            log.warning("%s was written without ckpt_engine: resuming from it, unverified", stock)
+            own(str(stock))
+            return
         shown = Shown(core, every_shard=False)
         try:
             report = core.restore(shown.load, shown.wants)
             if report.source is None:
-                if stock:
-                    log.warning("%s has no manifest: resuming from it unverified, as Lightning wrote it", stock)
-                own(str(stock) or None)
+                own(None)
                 return
+            where = self._shelf.path(report.tag)
             path = Path(shown.path(report.tag))
-            own(str(path if self._deepspeed else next(path.iterdir())))
+            files = [path / os.path.basename(where), *sorted(path.iterdir())]
+            own(str(path if self._deepspeed else next(file for file in files if file.exists())))
             core.group.gather(())  # all ranks of the node have read what lies in the memory of one
         except WorldMismatch as error:
             way = "make a universal checkpoint of it" if self._deepspeed else "name its path as ckpt_path"
@@ -219,22 +247,12 @@ class Run:
             raise WorldMismatch(text, want=error.want, got=error.got) from error
         finally:
             shown.close()
-        where = os.path.join(self._folder, report.tag)
         connector._ckpt_path = where
         self._last = report.step
         if core.place.rank == 0:
+            for one in report.skipped:
+                log.warning("skipped %s of step %d in %s: %s", one.attempt or "one", one.step, one.source, one.reason)
             log.warning("resumed at step %d from %s", report.step, "memory" if report.source == "memory" else where)
-            self._later.add(self._remove_snapshots())
-
-    def _remove_snapshots(self) -> Callable[[], None]:
-        """Those that savers made checkpoints of when their ranks had died, and nobody needs after the next commit."""
-        found = [one for one in os.listdir(self.core.root) if one.startswith(_SNAPSHOT)]
-
-        def remove() -> None:
-            for tag in found:
-                self._remove(os.path.join(self._folder, tag))
-
-        return remove
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
@@ -280,6 +279,72 @@ def test_damage_and_halves_are_refused_by_name(stage: Stage) -> None:
         stage.fit(stage.trainer(8), f"{stage.dirpath}/epoch=0-step=4.ckpt")
 
 
+def test_several_directories_and_names_with_slashes_are_served_or_left_to_lightning(stage: Stage) -> None:
+    other = f"{stage.lab.dir}/other"
+    trainer = stage.trainer(12, save_top_k=1, every_n_train_steps=8, monitor="score", filename="a/{step}")
+    keep = stage.pl.callbacks.ModelCheckpoint
+    recurring = {"filename": "{phase:.0f}", "save_top_k": 1, "monitor": "step", "mode": "max", "save_last": "link"}
+    trainer.callbacks.append(keep(other, every_n_train_steps=2, **recurring))
+    trainer.callbacks.insert(0, stage.pl.callbacks.OnExceptionCheckpoint(f"{stage.lab.dir}/never"))
+    log = stage.at({n: lambda n=n: trainer.lightning_module.log("phase", float(n // 4 % 2)) for n in range(12)})
+    trainer.callbacks.insert(0, log)
+    stage.fit(trainer)
+    assert stage.step_in("a/step=8.ckpt") == 8 and tags(stage.lab.root) == ["a%2Fstep=8.ckpt"]
+    mine = {name: torch.load(f"{other}/{name}", weights_only=False)["global_step"] for name in os.listdir(other)}
+    assert len(mine) == 2 and set(mine.values()) == {12}, "removed at once, as it was saved at once"
+
+
+def test_what_lightning_wrote_after_ours_is_the_newest(stage: Stage) -> None:
+    calm = stage.fit(stage.trainer(12), stock=True)
+    shutil.rmtree(stage.dirpath)
+    stage.fit(stage.trainer(4, save_last=True))
+    stage.fit(stage.trainer(8, save_last=True), "last", stock=True)
+    assert not os.path.islink(f"{stage.dirpath}/last.ckpt")
+    started: list[int] = []
+    for steps, begin in ((10, 8), (12, 10)):
+        trainer = stage.trainer(steps, save_last=True)
+        begun = stage.at({begin: lambda n=begin: started.append(n)})
+        trainer.callbacks.insert(0, begun)
+        model = stage.fit(trainer, "last")
+    assert values(model) == values(calm) and started == [8, 10] and stage.step_in("last.ckpt") == 12
+
+
+def test_weights_alone_are_lightnings_and_nobody_resumes_from_them(stage: Stage) -> None:
+    trainer = stage.trainer(6, save_last=True, every_n_train_steps=4)
+    weights = {"filename": "weights-{step}", "save_weights_only": True, "save_top_k": 1}
+    trainer.callbacks.append(stage.pl.callbacks.ModelCheckpoint(stage.dirpath, every_n_train_steps=2, **weights))
+    stage.fit(trainer)
+    assert [name for name in stage.files() if "weights" in name] == ["weights-step=6.ckpt"]
+    assert values(stage.fit(stage.trainer(8), "last")) == values(stage.fit(stage.trainer(8), stock=True))
+
+
+def test_through_a_symbolic_link_and_pinned_and_removed_by_hand(stage: Stage) -> None:
+    os.makedirs(f"{stage.lab.dir}/deep/down")
+    os.symlink(f"{stage.lab.dir}/deep/down", f"{stage.lab.dir}/way")
+    stage.dirpath = f"{stage.lab.dir}/way/ckpt"
+    stage.lab.root = f"{stage.lab.dir}/deep/down/ckpt/ckpt_engine"
+    trainer = stage.trainer(8, save_top_k=1)
+    trainer.checkpoint_callback.dirpath = stage.dirpath
+    ckpt: list[Any] = []
+    trainer.callbacks.append(stage.at({5: lambda: ckpt[0].pin(4, "mine")}))
+    ckpt.append(ours.attach(trainer))
+    trainer.fit(stage.model(), [0] * 100)
+    assert stage.files() == ["epoch=0-step=4.ckpt", "epoch=0-step=8.ckpt"], "the pinned one is still found"
+    os.unlink(f"{stage.dirpath}/epoch=0-step=8.ckpt")
+    stage.fit(stage.trainer(10, save_top_k=1), "last")
+    assert tags(stage.lab.root) == ["epoch=0-step=4.ckpt", "epoch=0-step=10.ckpt"], "nobody could reach it any more"
+
+
+def test_skipped_saves_leave_no_links_and_steps_are_counted_in_windows(stage: Stage) -> None:
+    pids: list[int] = []
+    acts = {3: lambda: pids.append(stage.pause()), 9: lambda: os.kill(pids[0], signal.SIGCONT)}
+    trainer = stage.trainer(12, stage.at(acts), save_top_k=-1, filename="{step}")
+    trainer.accumulate_grad_batches = 2
+    stage.fit(trainer, slots=1, when_busy="skip", memory_steps=5)
+    links = [name for name in os.listdir(stage.dirpath) if os.path.islink(f"{stage.dirpath}/{name}")]
+    assert sorted(links) == stage.files() and "step=2.ckpt" in links and len(links) < 6
+
+
 def test_what_cannot_be_attached_is_refused_with_the_reason(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="not a dict"):
         ours.attach({})
@@ -350,12 +415,13 @@ def test_the_example_killed_at_a_step_goes_on_with_the_same_numbers(zero: str, r
 def test_last_overwritten_and_everybody_killed_it_is_complete_and_stock_lightning_starts_from_it(lab: Lab) -> None:
     from faults.hooks import faults
 
+    lab.root = f"{lab.dir}/killed/ckpt_engine"
     where = ("--dirpath", str(lab.dir / "killed"), "--zero", "none", *FIXED)
     code, output = run("lightning_deepspeed.py", *where, "--kill-at", "22", env=faults("publish:started:4:stop"))
     assert code == -9, output[-2000:]
-    with contextlib.suppress(ProcessLookupError):
-        for pid in lab.savers():
-            kill(pid)
+    for pid in lab.savers():
+        kill(pid)
     stock = run("lightning_deepspeed.py", *where, "--plain")[1]
     assert re.search("start: step 8\n", stock), stock[-2000:]
     assert finals(stock) == finals(run("lightning_deepspeed.py", "--dirpath", f"{lab.dir}/calm", *where[2:])[1])
+    lab.clear()
