@@ -60,7 +60,7 @@ class Shelf:
 
     def make_way(self, path: str) -> None:
         """Where a link is, DeepSpeed's directory is to come; what the link named is still there."""
-        if self._deepspeed and os.path.islink(path):
+        if self._deepspeed and os.path.islink(path) and self.tag(path):
             os.unlink(path)
 
     def show(self, path: str, later: Later) -> None:
