@@ -108,7 +108,8 @@ class TrainerCheckpointer:
     def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, *arguments: Any, **options: Any) -> Any:
         """``fit(ckpt_path="last")`` is the newest of all: which that is shows when the ranks can talk."""
         found = self._own["_parse_ckpt_path"](state_fn, ckpt_path, *arguments, **options)
-        return Newest(found or "") if state_fn.value == "fit" and ckpt_path == "last" else found
+        by_default = ckpt_path is None and any(is_a(one, "OnExceptionCheckpoint") for one in self._trainer.callbacks)
+        return Newest(found or "") if state_fn.value == "fit" and (ckpt_path == "last" or by_default) else found
 
     def _resume_start(self, checkpoint_path: Any = None, *arguments: Any, **options: Any) -> None:
         """Where each ``fit`` comes by once, with a checkpoint or without, after the setup of all callbacks."""

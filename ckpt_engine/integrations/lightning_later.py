@@ -61,12 +61,14 @@ class Later:
         """What a run that ended early was still to remove."""
         try:
             with open(self._notes, encoding="utf-8", errors="surrogateescape") as file:
-                return [line for line in file.read().split("\n") if line]
+                lines = file.read().split("\n")
+            return [os.path.normpath(os.path.join(os.path.dirname(self._notes), line)) for line in lines if line]
         except FileNotFoundError:
             return []
 
     def _note(self) -> None:
-        pending = [one.removes for one in self._acts if one.removes]
+        base = os.path.dirname(self._notes)  # a copy of the directory speaks of itself
+        pending = [os.path.relpath(one.removes, base) for one in self._acts if one.removes]
         with contextlib.suppress(OSError):  # without it a crash leaves what was to go
             if pending:
                 with open(f"{self._notes}.new", "w", encoding="utf-8", errors="surrogateescape") as file:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Options
-from ckpt_engine.errors import ConfigError, Corrupt, RestoreError, UnsupportedLeaf, WorldMismatch
+from ckpt_engine.errors import CkptError, ConfigError, Corrupt, RestoreError, UnsupportedLeaf, WorldMismatch
 from ckpt_engine.events import log, warn_once
 from ckpt_engine.group import together
 from ckpt_engine.handles import Handle
@@ -67,13 +67,16 @@ class Run:
         self._later = Later(os.path.join(self.core.root, _NOTES), self._failed)
         self._saved: set[str] = set()
         self._last = -1
+        self._begun = False
         self._over = over
         self._during = contextlib.ExitStack()
         methods = {name: wrapped(self._own[name], getattr(self, f"_{name}")) for name in names}
         self._during.enter_context(replaced(self._strategy, **methods))
         self._keepers = [one for one in trainer.checkpoint_callbacks if is_a(one, "ModelCheckpoint")]
         for one in self._keepers:
-            mine = {"file_exists": self._file_exists, "_link_checkpoint": self._link_checkpoint}
+            mine: dict[str, Any] = {"_link_checkpoint": self._link_checkpoint}
+            if "://" not in str(one.dirpath):
+                mine["file_exists"] = self._file_exists
             self._during.enter_context(replaced(one, **mine))
         for logger in trainer.loggers:
             own = logger.after_save_checkpoint
@@ -83,7 +86,10 @@ class Run:
 
     def _save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """``strategy.save_checkpoint`` of any caller, which every rank calls; rank 0 says where."""
-        path = os.path.abspath(filepath)
+        if "://" in str(filepath):
+            self._own["save_checkpoint"](checkpoint, filepath, storage_options)
+            return
+        path = _at(filepath)
         if self.core.place.rank == 0:
             self._shelf.make_way(path)
         path = str(self._strategy.broadcast(path))
@@ -96,7 +102,7 @@ class Run:
             self._later.forget(path)
             self._own["save_checkpoint"](checkpoint, path, storage_options)
             if self.core.place.rank == 0:
-                self._later.add(lambda: self._shelf.seen(path), one_more=True)
+                self._later.add(lambda: self._shelf.note(self.core.claim.generation, path), one_more=True)
             return
         handle = self._save(checkpoint, tag, os.path.basename(path), storage=True)
         self._later.saved(handle, path)
@@ -115,7 +121,7 @@ class Run:
         if self._memory_steps:
             step = self._trainer.global_step
             if self._window < 0:
-                self._window = (step - 1) // self._memory_steps  # of the step before
+                self._window = max(step - 1, 0) // self._memory_steps  # of the step before
             due = step // self._memory_steps > self._window
             self._window = step // self._memory_steps
             if due and step != self._last:
@@ -153,13 +159,13 @@ class Run:
 
     def _file_exists(self, filepath: Any, trainer: Any) -> bool:
         """``ModelCheckpoint.file_exists``: what is on its way is there, what is to be removed is not."""
-        path = os.path.abspath(filepath)
+        path = _at(filepath)
         there = (path in self._saved or os.path.exists(path)) and not self._later.removes(path)
         return bool(self._strategy.broadcast(there))
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:
         """``save_last="link"``: the link before it stays until what the new one names is committed."""
-        target, path = os.path.abspath(filepath), os.path.abspath(linkpath)
+        target, path = _at(filepath), _at(linkpath)
         if self.core.place.rank == 0:
             self._later.add(lambda: self._shelf.show_as(target, path))
             self._later.run()  # at once, if nothing is in flight
@@ -172,9 +178,9 @@ class Run:
         return after_save_checkpoint
 
     def _remove_checkpoint(self, filepath: Any) -> None:
-        path = os.path.abspath(filepath)
+        path = _at(filepath)
         self._saved.discard(path)
-        if not self._shelf.tag(path):
+        if "://" in str(filepath) or not self._shelf.tag(path):
             self._own["remove_checkpoint"](filepath)
         elif self.core.place.rank == 0:
             self._later.add(lambda: self._shelf.remove(path, self._later), removes=path)
@@ -189,6 +195,9 @@ class Run:
         """What ``fit`` begins from: ``asked``, the newest of all, or nothing. Collective. ``own`` loads a path."""
         try:
             self._load(asked, own)
+            if self.core.place.rank == 0:
+                with contextlib.suppress(OSError, CkptError):
+                    self._shelf.note(self.core.claim.generation, *([str(asked)] if isinstance(asked, Newest) else []))
         except Corrupt:
             if self._deepspeed:
                 log.error(
@@ -198,11 +207,9 @@ class Run:
             raise
 
     def _load(self, asked: Any, own: Callable[[Any], None]) -> None:
-        if self.core.place.rank == 0:
-            noted = self._later.noted()
-            for path in dict.fromkeys([*noted, *self._shelf.stale()]):
-                act = functools.partial(self._remove_unless_known, path)
-                self._later.add(act, removes=path if path in noted else "", one_more=True)
+        if not self._begun:  # a Tuner loads in between
+            self._begun = True
+            together(self.core.group, self._clean_up_later, RestoreError)
         if isinstance(asked, Newest):
             self._load_newest(asked, own)
         elif asked:
@@ -219,24 +226,36 @@ class Run:
         else:
             own(asked)
 
+    def _clean_up_later(self) -> None:
+        """After the next commit go what a run before could not remove any more, and what is stale."""
+        if self.core.place.rank == 0:
+            for path in self._later.noted():
+                act = functools.partial(self._remove_unless_known, path)
+                self._later.add(act, removes=path, one_more=True)
+            self._later.add(self._sweep, one_more=True)
+
+    def _sweep(self) -> None:
+        for tag in self._shelf.stale():
+            if self._shelf.path(tag) not in self._saved:
+                self._later.aside(functools.partial(self._shelf.sweep, tag))
+
     def _load_newest(self, stock: Newest, own: Callable[[Any], None]) -> None:
         core, connector = self.core, self._trainer._checkpoint_connector
-        news = together(core.group, lambda: core.place.rank == 0 and self._shelf.is_news(stock), RestoreError)[0]
-        if stock and core.place.rank == 0:
-            self._later.add(lambda: self._shelf.seen(stock), one_more=True)
-        if news:
-            log.warning("%s was written without ckpt_engine: resuming from it, unverified", stock)
-            own(str(stock))
-            return
         shown = Shown(core, every_shard=False)
         try:
             report = core.restore(shown.load, shown.wants)
-            if report.source is None:
-                own(None)
+            found = report.attempt.generation if report.attempt is not None else -1
+            older = together(
+                core.group, lambda: core.place.rank != 0 or self._shelf.is_older(stock, found), RestoreError
+            )[0]
+            if report.source is None or not older:
+                if stock:
+                    log.warning("%s was written without ckpt_engine: resuming from it, unverified", stock)
+                own(str(stock) or None)
                 return
             where = self._shelf.path(report.tag)
             path = Path(shown.path(report.tag))
-            files = [path / os.path.basename(where), *sorted(path.iterdir())]
+            files = [path / os.path.basename(where), path / "snapshot.ckpt", *sorted(path.iterdir())]
             own(str(path if self._deepspeed else next(file for file in files if file.exists())))
             core.group.gather(())  # all ranks of the node have read what lies in the memory of one
         except WorldMismatch as error:
@@ -282,7 +301,13 @@ class Run:
 def _known_to(keeper: Any) -> list[str]:
     """What a ModelCheckpoint keeps, as far as it knows."""
     found = [*getattr(keeper, "best_k_models", ()), keeper.best_model_path, keeper.last_model_path]
-    return [os.path.abspath(path) for path in found if path]
+    return [_at(path) for path in found if path]
+
+
+def _at(path: Any) -> str:
+    """One name for one place, however the way there is written."""
+    parent, name = os.path.split(str(os.path.abspath(path)))
+    return os.path.join(os.path.realpath(parent), name)
 
 
 def _as_it_is(obj: Any, src: int = 0) -> Any:

@@ -12,10 +12,11 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ckpt_engine import listing, sweep
-from ckpt_engine.disk_names import check_tag, is_manifest
+from ckpt_engine.disk_names import PIN, check_tag, is_manifest
+from ckpt_engine.events import log
 from ckpt_engine.integrations.lightning_later import Later, link
 from ckpt_engine.manifest import Committed
 from ckpt_engine.storage.base import Storage, write_durably
@@ -60,8 +61,9 @@ class Shelf:
 
     def make_way(self, path: str) -> None:
         """Where a link is, DeepSpeed's directory is to come; what the link named is still there."""
-        if self._deepspeed and os.path.islink(path) and self.tag(path):
-            os.unlink(path)
+        if self._deepspeed and self.tag(path) and os.path.islink(path):
+            with contextlib.suppress(OSError):  # the save will say so
+                os.unlink(path)
 
     def show(self, path: str, later: Later) -> None:
         """Its link: at once, unless it would hide a file that is not ours; then when there is something to show."""
@@ -70,16 +72,24 @@ class Shelf:
             target = os.path.join(self.root, self.tag(path), os.path.basename(path))
             if self._deepspeed:
                 return
-            if os.path.lexists(path) and not os.path.islink(path):
-                later.add(lambda: link(target, path))
+            hides = os.path.exists(path) and not self._leads_to(path, os.path.dirname(target))
+            if hides or (os.path.lexists(path) and not os.path.islink(path)):
+                later.add(lambda: link(target, path) if os.path.exists(target) else None)
             else:
                 link(target, path)
 
+    @staticmethod
+    def _leads_to(path: str, folder: str) -> bool:
+        return os.path.realpath(path).startswith(os.path.join(folder, ""))
+
     def show_as(self, target: str, path: str) -> None:
         """``save_last="link"``: from now on ``path`` is a link to ``target``, whatever it was."""
-        if not os.path.exists(target):
+        if target == path or not os.path.exists(target):
             return
         if os.path.isdir(path) and not os.path.islink(path):
+            if PIN in os.listdir(path):
+                log.warning("%s is pinned: it stays, and is no link to %s", path, target)
+                return
             for one in self._committed(path):
                 sweep.remove_checkpoint(self._storage, one)
             shutil.rmtree(path, ignore_errors=True)
@@ -90,6 +100,7 @@ class Shelf:
     def failed(self, path: str) -> None:
         """The save did not become a checkpoint: a link to nothing goes."""
         with self._lock:
+            self._shown.discard(path)
             if os.path.islink(path) and not os.path.exists(path):
                 os.unlink(path)
 
@@ -100,11 +111,10 @@ class Shelf:
         found = self._committed(path)
         for one in found:
             later.aside(lambda one=one: self._remove(path, one))  # type: ignore[misc]
-        if not found:
-            if os.path.islink(path):
-                os.unlink(path)
-            else:
-                self._own_remove(path)
+        if not found and os.path.islink(path):
+            os.unlink(path)
+        elif not os.path.islink(path) and not (found and self._deepspeed):
+            self._own_remove(path)
 
     def _remove(self, path: str, one: Committed) -> None:
         sweep.remove_checkpoint(self._storage, one)
@@ -117,38 +127,60 @@ class Shelf:
         return list(listing.in_tag(self._storage, folder)[0]) if os.path.isdir(folder) else []
 
     def stale(self) -> list[str]:
-        """What nobody needs after the next commit, as paths.
+        """Tags that nobody needs after the next commit.
 
-        Checkpoints that savers made of snapshots when the ranks had died; and those whose link somebody removed.
+        Checkpoints that savers made of snapshots when the ranks had died; and those that no link leads to any more.
         """
-        folders = {os.path.basename(folder) for folder in listing.tag_dirs(self._storage, self.root)}
-        old = [tag for tag in folders if re.fullmatch(rf"{re.escape(_SNAPSHOT)}\d+", tag)]
+        found = listing.list_committed(self._storage, self.root).committed
+        tags = [os.path.basename(one.commit_dir) for one in found]
+        old = [tag for tag in tags if re.fullmatch(rf"{re.escape(_SNAPSHOT)}\d+", tag)]
         if not self._deepspeed:
-            old += [tag for tag in folders if tag not in old and not self._is_shown(tag)]
-        return [self.path(tag) for tag in old]
+            shown = {os.path.dirname(os.path.realpath(path)) for path in self._links()}
+            old += [tag for tag in tags if tag not in old and os.path.join(self.root, tag) not in shown]
+        return old
 
-    def _is_shown(self, tag: str) -> bool:
-        path = self.path(tag)
-        return os.path.lexists(path) and os.path.realpath(path).startswith(os.path.join(self.root, tag, ""))
+    def _links(self) -> Iterator[str]:
+        for folder, folders, names in os.walk(self._folder):
+            folders[:] = [name for name in folders if os.path.join(folder, name) != self.root]
+            yield from (path for name in names if os.path.islink(path := os.path.join(folder, name)))
+
+    def sweep(self, tag: str) -> None:
+        """Remove what is stale."""
+        for one in self._committed(self.path(tag)):
+            sweep.remove_checkpoint(self._storage, one)
 
     # -- what Lightning wrote without us -------------------------------------------------------------------------
 
-    def is_news(self, path: str) -> bool:
-        """True if ``path`` is a checkpoint of Lightning's own, and was not there when we last committed one."""
+    def is_older(self, path: str, generation: int) -> bool:
+        """True if ours, of that ``generation``, is newer than ``path`` of Lightning's own; or if that is not there."""
         what = self._foreign(path)
-        return bool(what) and what != self._known().get(os.path.abspath(path))
+        facts, since = self._known().get(self._key(path), ("", 0))
+        return not what or (what == facts and generation >= since)
 
-    def seen(self, path: str) -> None:
-        """From now on ours are newer."""
-        what = self._foreign(path)
-        if what:
-            known = {**self._known(), os.path.abspath(path): what}
-            text = json.dumps({path: facts for path, facts in known.items() if os.path.exists(path)})
-            write_durably(self._storage, os.path.join(self.root, _SEEN), text.encode())
+    def note(self, generation: int, *paths: str) -> None:
+        """What is there of Lightning's own is older than all that we save from this generation on."""
+        known = self._known()
+        mine = [os.path.join(self._folder, name) for name in os.listdir(self._folder) if name.endswith(".ckpt")]
+        told = {self._key(path): what for path in (*mine, *paths) if (what := self._foreign(path))}
+        new = {
+            key: (what, generation if known.get(key, ("",))[0] != what else known[key][1]) for key, what in told.items()
+        }
+        if new != known:
+            write_durably(self._storage, os.path.join(self.root, _SEEN), json.dumps(new).encode())
 
-    def _known(self) -> dict[str, str]:
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(self.root, _SEEN), encoding="utf-8") as file:
-            return dict(json.load(file))
+    def _key(self, path: str) -> str:
+        return (
+            os.path.relpath(os.path.realpath(os.path.dirname(os.path.abspath(path))), self._folder)
+            + "/"
+            + os.path.basename(path)
+        )
+
+    def _known(self) -> dict[str, tuple[str, int]]:
+        with (
+            contextlib.suppress(OSError, ValueError, TypeError, AttributeError),
+            open(os.path.join(self.root, _SEEN), encoding="utf-8") as file,
+        ):
+            return {key: (str(what), int(since)) for key, (what, since) in json.load(file).items()}
         return {}
 
     def _foreign(self, path: str) -> str:

@@ -309,6 +309,36 @@ def test_what_lightning_wrote_after_ours_is_the_newest(stage: Stage) -> None:
     assert values(model) == values(calm) and started == [8, 10] and stage.step_in("last.ckpt") == 12
 
 
+def test_what_lightning_wrote_before_ours_is_not_the_newest_though_nothing_was_committed_yet(stage: Stage) -> None:
+    def fail() -> None:
+        raise ArithmeticError
+
+    stage.fit(stage.trainer(4, save_last=True), stock=True)
+    with pytest.raises(ArithmeticError):
+        stage.fit(stage.trainer(9, stage.at({7: fail}), save_top_k=0, save_last=False), "last", memory_steps=1)
+    assert not os.path.islink(f"{stage.dirpath}/last.ckpt")
+    started: list[int] = []
+    trainer = stage.trainer(9, save_top_k=0, save_last=False)
+    trainer.callbacks.insert(0, stage.at({step: lambda n=step: started.append(n) for step in range(9)}))
+    assert values(stage.fit(trainer, "last")) == values(stage.fit(stage.trainer(9), stock=True))
+    assert started[0] == 7
+
+
+def test_what_somebody_renamed_or_has_beside_stays(stage: Stage) -> None:
+    stage.fit(stage.trainer(4, save_top_k=-1))
+    os.rename(f"{stage.dirpath}/epoch=0-step=4.ckpt", f"{stage.dirpath}/best.ckpt")
+    shutil.copy(f"{stage.dirpath}/best.ckpt", f"{stage.dirpath}/epoch=0-step=3.ckpt")
+    os.makedirs(f"{stage.lab.root}/epoch=0-step=3.ckpt/.attempt-g1-0123456789abcdef-q9")
+    shutil.copytree(stage.dirpath, f"{stage.lab.dir}/copy", symlinks=True)
+    stage.fit(stage.trainer(8, save_top_k=1, save_last="link"), "last")
+    kept = ["best.ckpt", "epoch=0-step=2.ckpt", "epoch=0-step=3.ckpt", "epoch=0-step=8.ckpt", "last.ckpt"]
+    assert stage.files() == kept and stage.step_in("best.ckpt") == 4
+    trainer = stage.trainer(8, save_top_k=0, save_last="link", every_n_train_steps=50)
+    trainer.fit_loop.max_epochs = 1
+    stage.fit(trainer, f"{stage.dirpath}/best.ckpt")
+    assert stage.step_in("last.ckpt") == 8, "a link to itself is none"
+
+
 def test_weights_alone_are_lightnings_and_nobody_resumes_from_them(stage: Stage) -> None:
     trainer = stage.trainer(6, save_last=True, every_n_train_steps=4)
     weights = {"filename": "weights-{step}", "save_weights_only": True, "save_top_k": 1}
@@ -407,9 +437,9 @@ def test_the_example_killed_at_a_step_goes_on_with_the_same_numbers(zero: str, r
     folder = Path(lab.dir, "killed")
     root = str(folder if zero != "none" else folder / "ckpt_engine")
     assert sorted(tags(root)) == ["epoch=1-step=24.ckpt", "last.ckpt"], "the older and the snapshot have gone"
-    shutil.rmtree(Path(lab.dir, "calm"))
-    stock = go("killed", "--plain")[1]
-    assert "start: step 24" in stock and finals(stock) == finals(calm), "Lightning resumes from it without us"
+    stock, theirs = (go(folder, "--plain", "--steps", "30")[1] for folder in ("killed", "calm"))
+    assert finals(stock) == finals(theirs), "Lightning resumes from it without us"
+    assert len(finals(stock)) == ranks and "start: step 0" not in stock
 
 
 def test_last_overwritten_and_everybody_killed_it_is_complete_and_stock_lightning_starts_from_it(lab: Lab) -> None:
