@@ -40,7 +40,7 @@ MINUTES ?= 10
 soak: $(VENV)/package.stamp
 	$(BIN)/python tests/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
-# The figures of README and docs/performance.md, in less than a quarter of an hour on two quiet cores. RESULTS: where
+# The figures of README and docs/performance.md; stall.py alone takes a quarter of an hour on two cores. RESULTS: where
 # rows and pictures go.
 RESULTS ?= bench-results
 SCALE ?= --mib 512 --ranks 1 2 4
