@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
-from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.checkpointer import MAX_STEP, Checkpointer
 from ckpt_engine.config import Options, SaverOptions, whole
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.handles import Published
@@ -58,7 +58,7 @@ def attach(
     """
     return TrainerCheckpointer(
         trainer,
-        memory_steps=whole("memory_steps", memory_steps, 0, 2**53),
+        memory_steps=whole("memory_steps", memory_steps, 0, MAX_STEP),
         retention=retention,
         options=Options(
             job=job,

@@ -51,8 +51,7 @@ class Resume:
             raise self._way_out(error) from error
         unmanaged = report.unmanaged
         if core.place.rank == 0:
-            for one in report.skipped:
-                log.warning("skipped %s of step %d in %s: %s", one.attempt or "one", one.step, one.source, one.reason)
+            tell_skipped(report)
             for tag in incomplete(core, above=report.step):
                 log.warning("skipped %s: it is not complete, and will not be", tag)
             for tag in unmanaged if report.source is not None else ():
@@ -286,6 +285,12 @@ def verified(core: Checkpointer, folder: str, way: str) -> Iterator[None]:
     finally:
         if lease is not None:
             lease.close()
+
+
+def tell_skipped(report: RestoreReport) -> None:
+    """Log what was newer and could not be taken."""
+    for one in report.skipped:
+        log.warning("skipped %s of step %d in %s: %s", one.attempt or "one", one.step, one.source, one.reason)
 
 
 def incomplete(core: Checkpointer, *, above: int) -> list[str]:

@@ -20,11 +20,11 @@ from ckpt_engine.events import log, warn_once
 from ckpt_engine.group import together
 from ckpt_engine.handles import Handle
 from ckpt_engine.integrations.deepspeed_shim import Shim, Transaction, await_saves, refuse_unsupported, wrapped
-from ckpt_engine.integrations.hf_resume import Shown, verified
+from ckpt_engine.integrations.hf_resume import Shown, tell_skipped, verified
 from ckpt_engine.integrations.hf_run import await_commits
 from ckpt_engine.integrations.hf_save import Desk, replaced, save_through, weights_bytes
 from ckpt_engine.integrations.lightning_later import Later
-from ckpt_engine.integrations.lightning_shelf import FOLDER, Shelf
+from ckpt_engine.integrations.lightning_shelf import FOLDER, Shelf, place
 from ckpt_engine.storage.posix import PosixStorage
 
 _NOTES = "to-remove.txt"
@@ -89,7 +89,7 @@ class Run:
         if "://" in str(filepath):
             self._own["save_checkpoint"](checkpoint, filepath, storage_options)
             return
-        path = _at(filepath)
+        path = place(filepath)
         if self.core.place.rank == 0:
             self._shelf.make_way(path)
         path = str(self._strategy.broadcast(path))
@@ -159,13 +159,13 @@ class Run:
 
     def _file_exists(self, filepath: Any, trainer: Any) -> bool:
         """``ModelCheckpoint.file_exists``: what is on its way is there, what is to be removed is not."""
-        path = _at(filepath)
+        path = place(filepath)
         there = (path in self._saved or os.path.exists(path)) and not self._later.removes(path)
         return bool(self._strategy.broadcast(there))
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:
         """``save_last="link"``: the link before it stays until what the new one names is committed."""
-        target, path = _at(filepath), _at(linkpath)
+        target, path = place(filepath), place(linkpath)
         if self.core.place.rank == 0:
             self._later.add(lambda: self._shelf.show_as(target, path))
             self._later.run()  # at once, if nothing is in flight
@@ -178,7 +178,7 @@ class Run:
         return after_save_checkpoint
 
     def _remove_checkpoint(self, filepath: Any) -> None:
-        path = _at(filepath)
+        path = place(filepath)
         self._saved.discard(path)
         if "://" in str(filepath) or not self._shelf.tag(path):
             self._own["remove_checkpoint"](filepath)
@@ -269,8 +269,7 @@ class Run:
         connector._ckpt_path = where
         self._last = report.step
         if core.place.rank == 0:
-            for one in report.skipped:
-                log.warning("skipped %s of step %d in %s: %s", one.attempt or "one", one.step, one.source, one.reason)
+            tell_skipped(report)
             log.warning("resumed at step %d from %s", report.step, "memory" if report.source == "memory" else where)
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -301,13 +300,7 @@ class Run:
 def _known_to(keeper: Any) -> list[str]:
     """What a ModelCheckpoint keeps, as far as it knows."""
     found = [*getattr(keeper, "best_k_models", ()), keeper.best_model_path, keeper.last_model_path]
-    return [_at(path) for path in found if path]
-
-
-def _at(path: Any) -> str:
-    """One name for one place, however the way there is written."""
-    parent, name = os.path.split(str(os.path.abspath(path)))
-    return os.path.join(os.path.realpath(parent), name)
+    return [place(path) for path in found if path]
 
 
 def _as_it_is(obj: Any, src: int = 0) -> Any:

@@ -13,6 +13,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ckpt_engine import listing, sweep
 from ckpt_engine.disk_names import PIN, check_tag, is_manifest
@@ -24,6 +25,12 @@ from ckpt_engine.storage.base import Storage, write_durably
 FOLDER = "ckpt_engine"
 _SNAPSHOT = "ckpt_engine-snapshot-"
 _SEEN = "seen-of-lightning.json"
+
+
+def place(path: Any) -> str:
+    """One name for one place, however the way there is written."""
+    parent, name = os.path.split(str(os.path.abspath(path)))
+    return os.path.join(os.path.realpath(parent), name)
 
 
 class Shelf:
@@ -40,8 +47,7 @@ class Shelf:
 
     def tag(self, path: str) -> str:
         """The directory in the root for ``path``, "" if it is not ours."""
-        parent, name = os.path.split(os.path.abspath(path))
-        inside = os.path.relpath(os.path.join(os.path.realpath(parent), name), self._folder)
+        inside = self._key(path)
         tag = inside if self._deepspeed else inside.replace("%", "%25").replace("/", "%2F")
         with contextlib.suppress(ValueError):
             check_tag(tag)
@@ -90,8 +96,7 @@ class Shelf:
             if PIN in os.listdir(path):
                 log.warning("%s is pinned: it stays, and is no link to %s", path, target)
                 return
-            for one in self._committed(path):
-                sweep.remove_checkpoint(self._storage, one)
+            self.sweep(self.tag(path))
             shutil.rmtree(path, ignore_errors=True)
         link(target, path)
 
@@ -145,7 +150,7 @@ class Shelf:
             yield from (path for name in names if os.path.islink(path := os.path.join(folder, name)))
 
     def sweep(self, tag: str) -> None:
-        """Remove what is stale."""
+        """Un-commit what is there, and remove its files; a pinned one stays."""
         for one in self._committed(self.path(tag)):
             sweep.remove_checkpoint(self._storage, one)
 
@@ -169,11 +174,7 @@ class Shelf:
             write_durably(self._storage, os.path.join(self.root, _SEEN), json.dumps(new).encode())
 
     def _key(self, path: str) -> str:
-        return (
-            os.path.relpath(os.path.realpath(os.path.dirname(os.path.abspath(path))), self._folder)
-            + "/"
-            + os.path.basename(path)
-        )
+        return os.path.relpath(place(path), self._folder)
 
     def _known(self) -> dict[str, tuple[str, int]]:
         with (
@@ -185,7 +186,7 @@ class Shelf:
 
     def _foreign(self, path: str) -> str:
         """What tells this checkpoint of Lightning's own from a later one; "" if it is ours, or not there."""
-        ours = os.path.realpath(path).startswith(os.path.join(self.root, "")) if not self._deepspeed else False
+        ours = not self._deepspeed and self._leads_to(path, self.root)
         with contextlib.suppress(OSError):
             if os.path.isdir(path):
                 facts = os.stat(os.path.join(path, "latest"))
