@@ -21,7 +21,7 @@ from ckpt_engine.device import Lanes
 from ckpt_engine.errors import CkptError, ConfigError, Corrupt, StagingError
 from ckpt_engine.events import log, span
 from ckpt_engine.group import Group, meet, my_node, places, together
-from ckpt_engine.handles import Destination, Handle, Outbox, Published, Staged
+from ckpt_engine.handles import Destination, Handle, Outbox, Published, Staged, await_tidy
 from ckpt_engine.link import Link
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.metrics import Metric, Metrics, of_user
@@ -244,7 +244,10 @@ class Checkpointer:
     def wait(self, timeout_s: float | None = None) -> tuple[Published, ...]:
         """Block until every storage save has an outcome. Raises the first failure nobody was told of."""
         self.settle()
-        return self.outbox.wait(Deadline(self.options.saver.commit_s + 60.0 if timeout_s is None else timeout_s))
+        return self.outbox.wait(self._patience(timeout_s))
+
+    def _patience(self, timeout_s: float | None) -> Deadline:
+        return Deadline(self.options.saver.commit_s + 60.0 if timeout_s is None else timeout_s)
 
     # -- pins ----------------------------------------------------------------------------------------------------
 
@@ -321,7 +324,7 @@ class Checkpointer:
     # -- close ---------------------------------------------------------------------------------------------------
 
     def close(self, *, goodbye: bool = True, timeout_s: float | None = None) -> None:
-        """Wait for the storage saves in flight, then say goodbye: memory-only snapshots may go. Idempotent.
+        """Wait for the storage saves in flight, and for retention; then memory-only snapshots may go. Idempotent.
 
         With ``goodbye=False`` (an exception is in flight) nothing is waited for and every snapshot stays.
         Raises the first failure nobody was told of.
@@ -336,6 +339,7 @@ class Checkpointer:
             self.settle()
             if goodbye:
                 self.wait(timeout_s)
+                await_tidy(self.link, self._patience(timeout_s))
             done = goodbye
         finally:
             with span("goodbye", clean=done):

@@ -83,6 +83,7 @@ class SaverPage:
     ready: bool = False
     leaving: bool = False
     stuck: str = ""  # the call to its file system that has not returned for longest
+    tidying: bool = False  # it removes what a commit made superfluous; that is told before
     outcomes: tuple[Outcome, ...] = ()
 
 

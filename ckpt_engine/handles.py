@@ -13,6 +13,7 @@ from ckpt_engine.errors import AttemptFailed, Cancelled, CkptError, CommitTimeou
 from ckpt_engine.events import log
 from ckpt_engine.link import Link
 from ckpt_engine.manifest import Attempt
+from ckpt_engine.messages import LOOK_S
 from ckpt_engine.storage.base import Storage
 from ckpt_engine.waits import Deadline
 
@@ -210,6 +211,17 @@ class Outbox:
         for handle in ended:
             with contextlib.suppress(ValueError):
                 self._handles.remove(handle)
+
+
+def await_tidy(link: Link, deadline: Deadline) -> None:
+    """Wait until the saver has removed what its last commit made superfluous, unless it has trouble with that."""
+
+    def tidy() -> bool:
+        page = link.outcomes()
+        return page is None or not page.tidying or bool(page.stuck)
+
+    with contextlib.suppress(errors.SaverError, errors.ConfigError):
+        link.wait(tidy, deadline, lambda: LOOK_S)
 
 
 def error_of(outcome: Outcome, attempt: Attempt) -> CkptError:

@@ -1,9 +1,9 @@
-"""Shard records → receipt → publish → latest → retention. One thread, receipts strictly in order.
+"""Shard records → receipt → publish → latest → outcome → retention. One thread, receipts strictly in order.
 
 An attempt is *pending* from its first durable or failed shard on this node to its outcome. When every rank of the
 node has a shard record, the receipt is written; then this saver, like every other, looks for the receipts of all
 nodes until it can publish, or finds a manifest, a failure, a newer run or the deadline. An attempt that waits for
-another node, where a rank may never have entered it, keeps none of those that follow.
+another node, where a rank may never have entered it, keeps none of those that follow. Its end is told before retention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt_engine.errors import Cancelled, CkptError, CommitTimeout, PersistError
 from ckpt_engine.events import log, span
 from ckpt_engine.manifest import Attempt, Failure, Receipt, ShardRecord
 from ckpt_engine.saver.ledger import Ledger
-from ckpt_engine.saver.outcomes import failure_of, node_of, outcome_from, outcome_of, parent_of, refusal
+from ckpt_engine.saver.outcomes import failure_of, node_of, outcome_from, outcome_of, parent_of, refusal, write_failure
 from ckpt_engine.slots import Header
 from ckpt_engine.storage.base import Storage
 from ckpt_engine.waits import Deadline
@@ -64,7 +64,7 @@ class Committer(threading.Thread):
         ended: Callable[[Header, Outcome], None],
         live_run: Callable[[str], bool],
         held: Callable[[], tuple[Header, ...]],
-        answered: Callable[[], None],
+        look_at_us: Callable[[], None],
     ) -> None:
         super().__init__(name="committer", daemon=True)
         self._storage = storage
@@ -72,7 +72,7 @@ class Committer(threading.Thread):
         self._ended = ended
         self._live_run = live_run
         self._held = held
-        self._tell_answered = answered
+        self._look_at_us = look_at_us
         self._mutex = threading.Lock()
         self._wake = threading.Event()
         self._stop_asked = False
@@ -83,6 +83,7 @@ class Committer(threading.Thread):
         self.recovered = threading.Event()
         self._patience = Deadline(options.retry_s)
         self._reopened: set[Attempt] = set()
+        self.tidying = False
 
     # -- told by the writer and by the main loop -----------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class Committer(threading.Thread):
 
     def idle(self) -> bool:
         with self._mutex:
-            return not self._pending and not self._questions
+            return not self._pending and not self._questions and not self.tidying
 
     def stop(self) -> None:
         self._stop_asked = True
@@ -176,7 +177,7 @@ class Committer(threading.Thread):
         if answered:
             with self._mutex:
                 self._questions = [q for q in self._questions if q not in answered]
-            self._tell_answered()
+            self._look_at_us()
         for pending in ready:
             try:
                 outcome = self._step(pending)
@@ -196,7 +197,7 @@ class Committer(threading.Thread):
             return question()
         except CkptError as error:
             log.warning("%s; asking again", error)
-            return False
+        return False
 
     def _end(self, pending: Pending, outcome: Outcome) -> None:
         with self._mutex:
@@ -206,9 +207,22 @@ class Committer(threading.Thread):
             self._done[pending.attempt] = outcome.status
             for old in list(self._done)[:-256]:
                 del self._done[old]
+            self.tidying = outcome.status == "committed" and pending.names is None
         level = logging.INFO if outcome.status == "committed" else logging.WARNING
         log.log(level, "%s %s %s", outcome.status, pending.attempt, outcome.reason)
         self._ended(pending.header, outcome)
+        if self.tidying:
+            try:
+                self._retain(pending.header)
+            finally:
+                self.tidying = False
+                self._look_at_us()
+
+    def _retain(self, header: Header) -> None:
+        if self._live_run(header.attempt.run):  # commits for the dead remove nothing, nor does one behind ``latest``
+            with self._mutex:
+                waiting = frozenset(self._pending)
+            self.ledger.retain(header, waiting, lambda other: not self.status(other))
 
     def _step(self, pending: Pending) -> Outcome | None:
         """Bring one attempt as far as it can go now; its outcome, or None: look again later."""
@@ -249,9 +263,9 @@ class Committer(threading.Thread):
     def _publish(self, pending: Pending) -> Outcome | None:
         header, attempt = pending.header, pending.attempt
         known = self.ledger.runs(header.root)
-        line = known if parent_of(header) == header.root else ()  # another directory has no line of its own
+        place, nodes, world = parent_of(header), header.nodes, header.world
+        line = known if place == header.root else ()  # another directory has no line of its own
         with span("publish", step=attempt.step, attempt=attempt.id) as facts:
-            place, nodes, world = parent_of(header), header.nodes, header.world
             result = commit.try_publish(
                 self._storage, place, attempt, nodes=nodes, world=world, runs=line, node=node_of(header)
             )
@@ -261,10 +275,6 @@ class Committer(threading.Thread):
                 log.warning("%s is committed; its plain names or latest are not done: %s", attempt.id, result.trouble)
                 pending.names = Deadline(self._options.retry_s)
                 return None
-            if self._live_run(attempt.run):  # commits for the dead remove nothing, nor does one behind ``latest``
-                with self._mutex:
-                    waiting = frozenset(self._pending)
-                self.ledger.retain(header, waiting, lambda other: not self.status(other))
             return Outcome(attempt.order, attempt.run, "committed")
         if isinstance(result, commit.Failed):
             if attempt in self._reopened and not pending.deadline.expired():
@@ -283,17 +293,8 @@ class Committer(threading.Thread):
         return None
 
     def _fail(self, pending: Pending, failure: Failure) -> Outcome:
-        """The failure receipt, so that the other nodes need not wait; best effort, the storage may be the cause."""
-        header = pending.header
-        receipt = Receipt(header.attempt, header.node, header.nodes, header.world, header.layout, (), failure)
-        try:
-            if not pending.shards and header.nodes > 1:  # what fails in a rank may be faster than those that copy
-                commit.make_tag_dir(self._storage, parent_of(header), header.attempt.tag)
-            commit.make_attempt_dir(self._storage, parent_of(header), header.attempt, node=node_of(header))
-            commit.write_receipt(self._storage, parent_of(header), receipt)
-        except CkptError as error:
-            log.warning("no failure receipt for %s: %s", header.attempt.id, error)
-        return outcome_from(failure, header)
+        write_failure(self._storage, pending.header, failure, alone=not pending.shards)
+        return outcome_from(failure, pending.header)
 
     def reopen(self, header: Header) -> None:
         """Another try at an attempt that failed here, or is about to: what is durable of it counts again."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckpt_engine import errors
+from ckpt_engine import commit, errors
 from ckpt_engine.control import Outcome
 from ckpt_engine.errors import Cancelled, CkptError, PersistError, StaleRun
-from ckpt_engine.manifest import Attempt, Failure, RunClaim
+from ckpt_engine.events import log
+from ckpt_engine.manifest import Attempt, Failure, Receipt, RunClaim
 from ckpt_engine.slots import Header
+from ckpt_engine.storage.base import Storage
 
 
 def node_of(header: Header) -> int | None:
@@ -32,6 +34,21 @@ def failure_of(error: Exception, rank: int) -> Failure:
         need_bytes=getattr(error, "need_bytes", 0),
         free_bytes=getattr(error, "free_bytes", 0),
     )
+
+
+def write_failure(storage: Storage, header: Header, failure: Failure, *, alone: bool) -> None:
+    """The failure receipt, so that the other nodes need not wait; best effort, the storage may be the cause.
+
+    ``alone``: nothing of this attempt was written on this node, so its directory may be missing yet.
+    """
+    receipt = Receipt(header.attempt, header.node, header.nodes, header.world, header.layout, (), failure)
+    try:
+        if alone and header.nodes > 1:  # what fails in a rank may be faster than those that copy
+            commit.make_tag_dir(storage, parent_of(header), header.attempt.tag)
+        commit.make_attempt_dir(storage, parent_of(header), header.attempt, node=node_of(header))
+        commit.write_receipt(storage, parent_of(header), receipt)
+    except CkptError as error:
+        log.warning("no failure receipt for %s: %s", header.attempt.id, error)
 
 
 def outcome_from(failure: Failure, header: Header) -> Outcome:

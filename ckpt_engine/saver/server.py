@@ -64,7 +64,7 @@ class Server:
             ended=self._on_outcome,
             live_run=lambda run: run in self.peers.live_runs,
             held=lambda: self.headers,
-            answered=self.wake,
+            look_at_us=self.wake,
         )
         self.writer = Writer(self.storage, self.committer, self.tell, options.retry_s, at_once=FILES_AT_ONCE)
         self.ending = endings.Endings(self)
@@ -257,7 +257,8 @@ class Server:
 
     def _watch_calls(self) -> None:
         """A write that does not move for ``stall_s`` is a failed attempt; its slot stays leased until it returns."""
-        if (longest := self._stalls.longest()) != self._record.stuck:
+        longest = self._stalls.longest()
+        if (longest, self.committer.tidying) != (self._record.stuck, self._record.tidying):
             self._say(stuck=longest)
         found = self._stalls.failure(self.writer)
         if found is not None:
@@ -297,6 +298,7 @@ class Server:
             if outcome is not None:
                 ring = [old for old in self._record.outcomes if (old.order, old.run) != (outcome.order, outcome.run)]
                 changes["outcomes"] = (*ring, outcome)[-RING:]
+            changes["tidying"] = self.committer.tidying
             self._record = replace(self._record, **changes)  # type: ignore[arg-type]  # replace checks the names
             while not Page.fits(self._record):
                 self._record = replace(self._record, outcomes=self._record.outcomes[1:])
