@@ -3,7 +3,7 @@
     python benchmarks/persist.py [--mib 1024] [--files 1 64 200] [--repeats 7] [--json FILE]
 
 fio      direct writes of a new file, the same block size as ours and fsync at the end, for several queue depths
-writer   the native writer, as the saver calls it for one file: GB/s, and CPU seconds per GB
+writer   the native writer, as the saver calls it for one file, from the same slot: GB/s, and CPU seconds per GB
 saver    a whole save of a real engine: from the moment its snapshot is handed over until the rank may fill the slot
          again (durable) and until the checkpoint is committed; CPU seconds of the saver per GB, and how much of the
          files is in the page cache afterwards
@@ -18,11 +18,13 @@ import ctypes
 import json
 import mmap
 import os
+import random
 import resource
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,12 +32,15 @@ from crew import refuse_unless_free
 from rows import Row, Rows, common_options, median, pick, scratch, table, verdict
 
 from ckpt_engine import CheckpointEngine, locks
+from ckpt_engine.slots import DATA_OFFSET
 from ckpt_engine.states import State
 from ckpt_engine.storage.base import write_range
 from ckpt_engine.storage.posix import PosixStorage
 from ckpt_engine.waits import Deadline
 
 BLOCK_MIB = 8
+REST_S = 0.3
+"""Between two turns, for what the disk (or the host behind it) does after a sync: else the next one pays for it."""
 BUSY = (State.QUEUED, State.PERSISTING)
 OF_FIO, CPU_S_PER_GB = 0.9, 0.1
 """Targets: of the best fio, and processor time."""
@@ -49,13 +54,17 @@ def fio(work: Path, nbytes: int, *, write: bool, depth: int, block_mib: int = BL
     words = ["fio", "--name=a", f"--filename={path}", f"--size={nbytes}", f"--bs={block_mib}M", "--direct=1"]
     words += ["--ioengine=io_uring", f"--iodepth={depth}", "--output-format=json"]
     words += ["--rw=write", "--end_fsync=1"] if write else ["--rw=read"]
-    if write:
-        path.unlink(missing_ok=True)
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     if done.returncode != 0:
         return float("nan")
     report = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     return float(report["write" if write else "read"]["runtime"]) / 1e3
+
+
+def new_file_by_fio(work: Path, nbytes: int, depth: int) -> Row:
+    took = fio(work, nbytes, write=True, depth=depth)
+    (work / "fio").unlink(missing_ok=True)
+    return {"s": took}
 
 
 def cached_bytes(path: Path) -> int:
@@ -130,47 +139,48 @@ def measure(args: argparse.Namespace, rows: Rows, work: Path) -> None:
     storage = PosixStorage()
     ways: dict[str, Callable[[], Row]] = {}
     for depth in (1, 2, 4):
-        ways[f"fio, {BLOCK_MIB} MiB, {depth} in flight"] = lambda d=depth: {"s": fio(work, nbytes, write=True, depth=d)}  # type: ignore[misc]
+        ways[f"fio, {BLOCK_MIB} MiB, {depth} in flight"] = partial(new_file_by_fio, work, nbytes, depth)
 
-    def writer(memory: mmap.mmap) -> Row:
+    def writer(of: Saver) -> Row:
         path = work / "writer"
-        path.unlink(missing_ok=True)
+        (leased,) = of.engine._core.buffers.mine()
         before, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        direct = write_range(storage, str(path), memory, offset=0, nbytes=nbytes)
+        direct = write_range(storage, str(path), leased.memory, offset=DATA_OFFSET, nbytes=nbytes)
         storage.sync_dir(str(work))
         took, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+        cached = cached_bytes(path) / 2**20
+        path.unlink()
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return {
-            "s": took,
-            "cpu_s_per_gb": cpu / nbytes * 1e9,
-            "cached_mib": cached_bytes(path) / 2**20,
-            "direct": direct,
-        }
+        return {"s": took, "cpu_s_per_gb": cpu / nbytes * 1e9, "cached_mib": cached, "direct": direct}
 
     def torch_save(state: dict[str, torch.Tensor]) -> Row:
         path = work / "torch.pt"
-        path.unlink(missing_ok=True)
         before, begin = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         with open(path, "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         took, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+        cached = cached_bytes(path) / 2**20
+        path.unlink()
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return {"s": took, "cpu_s_per_gb": cpu / nbytes * 1e9, "cached_mib": cached_bytes(path) / 2**20}
+        return {"s": took, "cpu_s_per_gb": cpu / nbytes * 1e9, "cached_mib": cached}
 
     with contextlib.ExitStack() as stack:
-        memory = stack.enter_context(slot(nbytes))
-        ways["writer, 1 file"] = lambda: writer(memory)
         for files in args.files:
             saver = Saver(work / f"files{files}", nbytes, files)
             stack.enter_context(saver.engine)
+            saver.save()
+            ways.setdefault("writer, 1 file", partial(writer, saver))
             ways[f"saver, {files} file{'s' if files > 1 else ''}"] = saver.save
         plain = {f"layer.{number}": torch.randn(nbytes // 64 // 4) for number in range(64)}
         ways["torch.save + fsync"] = lambda: torch_save(plain)
         for repeat in range(args.repeats + 1):  # the first round warms up
-            for turn in range(len(ways)):
-                name = list(ways)[(turn + repeat) % len(ways)]
+            names = list(ways)
+            random.Random(repeat).shuffle(names)  # nobody always comes behind the same one, whose file just went
+            for name in names:
+                os.sync()
+                time.sleep(REST_S)
                 row = ways[name]()
                 if repeat:
                     rows.add(kind="write", way=name, mib=args.mib, gbs=nbytes / row["s"] / 1e9, **row)
@@ -221,7 +231,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--files", type=int, nargs="+", default=[1, 64, 200])
     args = parser.parse_args()
-    refuse_unless_free(args.mib * (2 + 2 * len(args.files)), "give a smaller --mib or fewer --files")
+    refuse_unless_free(args.mib * (1 + 2 * len(args.files)), "give a smaller --mib or fewer --files")
     torch.set_num_threads(1)
     rows = Rows(args.json, bench="persist")
     with scratch(args, "persist") as work:
