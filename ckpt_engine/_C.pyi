@@ -7,6 +7,9 @@ does not fit 64 bits), never a crash. CRC-32 is the zip polynomial (APPNOTE.TXT 
 0xEDB88320): equal to ``zlib.crc32``.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from typing_extensions import Buffer
 
 def cpu_kernels() -> list[str]:
@@ -36,6 +39,18 @@ def address_of(data: Buffer) -> int:
 
 def scatter_u32(dst: Buffer, positions: Buffer, values: Buffer) -> None:
     """Write ``values[i]`` (uint32, little-endian) at byte ``positions[i]`` (uint64, any alignment) of ``dst``."""
+
+def hole_marker(
+    bare: tuple[type, ...],
+    asked: tuple[type, ...],
+    order: list[Any],
+    mark: int,
+    ask: Callable[[Any], int | None],
+) -> Callable[[Any], int | None]:
+    """``persistent_id`` for a pickler. An object whose class is one of ``bare`` and that has no attributes is appended
+    to ``order``, and ``mark`` returned; of one whose class is among ``asked``, what ``ask(object)`` returns; None for
+    all others. Classes count, not their subclasses.
+    """
 
 def load(word: Buffer, offset: int) -> int:
     """Atomic acquire load of the uint64 at ``offset`` (8-aligned) of a buffer."""

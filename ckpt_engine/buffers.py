@@ -7,7 +7,7 @@ edition under a new name, and the saver removes the old one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ckpt_engine import _C, budget, locks, shm
@@ -62,11 +62,11 @@ class Buffers:
 
     def mine(self) -> list[Slot]:
         """My slots, the newest edition of each; retired ones left out."""
-        newest: dict[int, Slot] = {}
-        for slot in sorted(self._own_slots(self._link.names.segments()), key=lambda found: found.name):
-            if not slot.flags() & RETIRED:
-                newest[slot.name.slot] = slot
-        return list(newest.values())
+        return self._newest(self._own_slots(self._link.names.segments()))
+
+    def _newest(self, slots: Iterable[Slot]) -> list[Slot]:
+        mine = [slot for slot in slots if slot.name.local_rank == self._link.local_rank and not slot.flags() & RETIRED]
+        return list({slot.name.slot: slot for slot in sorted(mine, key=lambda found: found.name)}.values())
 
     def _own_slots(self, names: list[SegmentName]) -> list[Slot]:
         for name in [name for name, slot in self._own.items() if slot.unlinked()]:
@@ -74,10 +74,6 @@ class Buffers:
             if not self._own[name].flags() & RETIRED:
                 log.warning("slot %s was unlinked by someone (logind's RemoveIPC?): its snapshot is lost", name)
         return list(open_all([name for name in names if name.local_rank == self._link.local_rank], self._own).values())
-
-    def kept(self) -> Order | None:
-        """The newest attempt complete on this node (invariant 12)."""
-        return newest_common((slot.view() for slot in self.node_slots()), range(self._local_world))
 
     # -- lease ---------------------------------------------------------------------------------------------------
 
@@ -121,8 +117,8 @@ class Buffers:
 
     def busy(self) -> bool:
         """True if a save would have to wait now."""
-        mine = [slot.view() for slot in self.mine()]
-        return bool(self.count) and len(mine) >= self.count and victim(mine, self.kept(), self._hopeless) is None
+        slots = self._newest(everyone := self.node_slots())
+        return bool(self.count) and len(slots) >= self.count and self._victim(slots, everyone) is None
 
     def _look_every_s(self) -> float:
         """A release by the saver comes with a message; a peer's seal, and memory that becomes free, do not."""
@@ -132,22 +128,28 @@ class Buffers:
     def _take(self, need_bytes: int, deadline: Deadline) -> Slot | None:
         if not self.count:
             self.count = self._decide(need_bytes, deadline)
-        slots = self.mine()
+        slots = self._newest(everyone := self.node_slots())
         if len(slots) < self.count:
             index = min(set(range(self.count)) - {slot.name.slot for slot in slots})
             new = self._grow(index, need_bytes)
             return None if new is None else self._claimed(new)
-        by_view = {slot.view(): slot for slot in slots}
-        chosen = victim(list(by_view), self.kept(), self._hopeless)
+        chosen = self._victim(slots, everyone)
         if chosen is None:
             return None
-        slot = self._claimed(by_view[chosen])
+        slot = self._claimed(chosen)
         if slot is None or slot.capacity >= need_bytes:
             return slot
         why = f"the state outgrew its buffer: {slot.capacity} bytes are there, {need_bytes} needed; a larger one comes"
         warn_once(f"{self._link.names.hash} {need_bytes}", why)
         self._retire(slot)
         return self._take(need_bytes, deadline)
+
+    def _victim(self, slots: list[Slot], everyone: list[Slot]) -> Slot | None:
+        """The one of my ``slots`` that may be filled; the newest attempt complete on the node stays (invariant 12)."""
+        views = {slot.name: slot.view() for slot in everyone}
+        mine = {views[slot.name]: slot for slot in slots}
+        chosen = victim(list(mine), newest_common(views.values(), range(self._local_world)), self._hopeless)
+        return mine.get(chosen) if chosen is not None else None
 
     def _claimed(self, slot: Slot) -> Slot | None:
         """``slot`` in state FILLING and cleared; None if the saver was faster."""

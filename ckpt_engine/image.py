@@ -12,7 +12,6 @@ import reprlib
 import sys
 from array import array
 from collections.abc import Callable, Container, Iterator
-from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,13 +51,10 @@ class Image:
         A row is three uint64: source address, ``base`` + offset in the file, nbytes (0 if not in host memory).
         REQUIRES: not released.
         """
-        layout, records = self._layout, self._layout.records
-        table = array("Q", bytes(24 * self.records))
-        table[0::3] = array("Q", list(map(operator.add, self._addresses, layout.starts)))
-        table[1::3] = array("Q", list(map(operator.add, records.offsets, repeat(base))))
-        table[2::3] = (
-            records.sizes if all(layout.on_host) else array("Q", map(operator.mul, records.sizes, layout.on_host))
-        )
+        layout = self._layout
+        table = layout.rows(base)
+        starting = map(operator.add, self._addresses, layout.starts) if any(layout.starts) else self._addresses
+        table[0::3] = array("Q", starting)
         return table
 
     def device_records(self) -> list[tuple[int, Tensor, int]]:

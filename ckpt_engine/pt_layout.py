@@ -11,6 +11,8 @@ import io
 import operator
 import pickle
 import sys
+from array import array
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -49,10 +51,22 @@ class Layout:
         self.starts = list(map(min, starts, self.ends))
         dtypes = [*facts.dtypes, *(view[2] for view in facts.views)]
         saved = [dtype if dtype in _dtype_to_storage_type_map() else torch.uint8 for dtype in dtypes]
-        self._saved_dtypes = list(dict.fromkeys(zip(facts.owners, saved, strict=True)))
+        several = len(set(saved)) > 1
+        self._saved_dtypes = list(dict.fromkeys(zip(facts.owners, saved, strict=True))) if several else []
         self.records = Records(list(map(operator.sub, self.ends, self.starts)))
         self._fillings = _Filler(self, storages).fill(survey.holes)
         self._guards = None if facts.views else _guards_of(survey.holes)
+        self._rows: tuple[int, array[int]] = (-1, array("Q"))
+
+    def rows(self, base: int) -> array[int]:
+        """Three uint64 for each record: 0, ``base`` + its offset in the file, and its bytes (0 if not on the host)."""
+        known, rows = self._rows
+        if known != base:
+            sizes = map(operator.mul, self.records.sizes, self.on_host)
+            columns = (repeat(0, len(self.records)), map(base.__add__, self.records.offsets), sizes)
+            rows = array("Q", chain.from_iterable(zip(*columns, strict=True)))
+            self._rows = base, rows  # a slot has the same place for it in the next save
+        return rows[:]
 
     def fits(
         self, tensors: list[Any], memo_base: int, owners: list[int], offsets: list[int], grads: list[bool]
@@ -67,7 +81,7 @@ class Layout:
         """Refuse what facts do not tell: a storage smaller than its tensors, data saved as two types."""
         if not all(map(operator.ge, map(UntypedStorage.nbytes, storages), self.ends)):
             raise RuntimeError("its storage is smaller than the tensor")
-        if len(self._saved_dtypes) > len(addresses) or len(set(addresses)) < len(addresses):
+        if self._saved_dtypes and (len(self._saved_dtypes) > len(addresses) or len(set(addresses)) < len(addresses)):
             seen: dict[int, torch.dtype] = {}
             for number, dtype in self._saved_dtypes:
                 if addresses[number] and seen.setdefault(addresses[number], dtype) is not dtype:

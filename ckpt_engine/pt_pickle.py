@@ -15,6 +15,7 @@ import io
 import pickle
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from torch._tensor import _rebuild_from_type_v2
 from torch._utils import _rebuild_qtensor, _rebuild_tensor_v2, _rebuild_tensor_v3
 from torch.nn import Parameter
 from torch.storage import TypedStorage
+
+from ckpt_engine import _C
 
 if TYPE_CHECKING:
     from ckpt_engine.pt_layout import Layout
@@ -60,11 +63,14 @@ class Skeleton(pickle.Pickler):
         super().__init__(out, protocol=PROTOCOL)
         self.order: list[Hole] = []
         self.rich: list[Tensor] = []  # tensors that are more than their data
-        self.has_views = False
-        self._strict = strict
-        self._classes = {Tensor, Parameter, TypedStorage, UntypedStorage, View} - copyreg.dispatch_table.keys()
-        self._mark, separator = draw_mark()
+        views: list[View] = []
+        mark, separator = draw_mark()
+        asked = {Tensor, Parameter, TypedStorage, UntypedStorage, View} - copyreg.dispatch_table.keys()
+        bare = set() if strict else asked & {Tensor, Parameter}
+        ask = partial(_asked, self.order, views, mark)  # without a reference to this object: no cycle keeps the tensors
+        self.persistent_id = _C.hole_marker(tuple(bare), tuple(asked - bare), self.order, mark, ask)  # type: ignore[method-assign]
         self.dump(obj)
+        self.has_views = bool(views)
         end = out.tell()
         self.dump([])  # PROTO 2, EMPTY_LIST, (LONG_)BINPUT n, STOP: n is the number of memo entries so far
         stream = out.getvalue()
@@ -72,21 +78,6 @@ class Skeleton(pickle.Pickler):
         self.pieces = stream[:end].split(separator + pickle.BINPERSID)
         if len(self.pieces) != len(self.order) + 1:
             raise RuntimeError(f"{len(self.order)} holes were left in the pickle, {len(self.pieces) - 1} were found")
-
-    def persistent_id(self, obj: Any) -> int | None:
-        cls = type(obj)
-        if cls not in self._classes:
-            return None
-        if cls is Tensor or cls is Parameter:
-            if obj.__dict__ or (self._strict and not _is_plain(obj)):
-                return None
-        else:
-            self.has_views = True
-            if cls is not View:
-                dtype = obj.dtype if cls is TypedStorage else torch.uint8
-                obj = View(obj, dtype, None, 0, untyped(obj).nbytes())
-        self.order.append(obj)
-        return self._mark  # an int, because these leave no trace in the memo
 
     def reducer_override(self, obj: Any) -> Any:
         """Tensors that are more than their data: as torch reduces them, but with a hole for the storage."""
@@ -96,6 +87,21 @@ class Skeleton(pickle.Pickler):
         reduced = obj.__reduce_ex__(PROTOCOL)
         self.rich.append(obj)
         return reduced if isinstance(reduced, str) else (reduced[0], with_hole(*reduced[:2]), *reduced[2:])
+
+
+def _asked(order: list[Hole], views: list[View], mark: int, obj: Any) -> int | None:
+    """Whether a storage, or a tensor that has to be looked at, leaves a hole: ``mark``, an int, since these leave no
+    trace in the memo."""
+    if isinstance(obj, Tensor):
+        if obj.__dict__ or not _is_plain(obj):
+            return None
+    else:
+        if not isinstance(obj, View):
+            dtype = obj.dtype if isinstance(obj, TypedStorage) else torch.uint8
+            obj = View(obj, dtype, None, 0, untyped(obj).nbytes())
+        views.append(obj)
+    order.append(obj)
+    return mark
 
 
 def _is_plain(tensor: Any) -> bool:
@@ -147,7 +153,9 @@ class Survey:
 
     def __init__(self, skeleton: Skeleton, known: Layout | None = None) -> None:
         self.skeleton = skeleton
-        self.holes = list({id(hole): hole for hole in skeleton.order}.values())
+        self.holes = skeleton.order
+        if len(set(map(id, self.holes))) < len(self.holes):  # some are met again
+            self.holes = list({id(hole): hole for hole in self.holes}.values())
         tensors: list[Any] = self.holes
         views: list[tuple[int, View]] = []
         if skeleton.has_views:

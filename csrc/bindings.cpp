@@ -2,6 +2,7 @@
 
 #include "arguments.h"
 #include "copy.h"
+#include "holes.h"
 #include "populate.h"
 #include "writer.h"
 
@@ -56,8 +57,9 @@ uint32_t crc32_combine(Object crcs, Object lengths) {
     const auto sizes = items<uint64_t>(lengths, "lengths");
     if (pieces.size() != sizes.size()) throw py::value_error("crcs and lengths differ in number");
     return without_gil([&] {
+        Shifts shifted;
         uint32_t whole = 0;
-        for (size_t i = 0; i < pieces.size(); ++i) whole = shift(whole, sizes[i]) ^ pieces[i];
+        for (size_t i = 0; i < pieces.size(); ++i) whole = shifted(whole, sizes[i]) ^ pieces[i];
         return whole;
     });
 }
@@ -154,6 +156,7 @@ PYBIND11_MODULE(_C, m) {
           arg("direct") = true, arg("chunk_bytes") = 8 << 20, arg("threads") = 1, arg("mode") = 0666,
           arg("progress") = py::none(), arg("progress_offset") = 0, arg("limit") = py::none());
     m.def("read_file", read_into, arg("path"), arg("dst"), kw_only(), arg("offset"), arg("nbytes"), arg("threads") = 1);
+    m.def("hole_marker", hole_marker, arg("bare"), arg("asked"), arg("order"), arg("mark"), arg("ask"));
     py::class_<Populate>(m, "Populate")
         .def(py::init<Object, Object, Object>(), arg("buffer"), kw_only(), arg("offset") = 0, arg("nbytes") = -1)
         .def("stop", &Populate::stop)

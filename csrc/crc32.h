@@ -44,6 +44,24 @@ constexpr uint32_t power_of_x(uint64_t n, unsigned k = 0) {
 // The register after `nbytes` zero bytes more.
 inline uint32_t shift(uint32_t reg, uint64_t nbytes) { return reg == 0 ? 0 : multiply(power_of_x(nbytes, 3), reg); }
 
+// `shift` for many lengths of which few differ: a power of x costs several products, so the last ones are kept.
+class Shifts {
+  public:
+    uint32_t operator()(uint32_t reg, uint64_t nbytes) {
+        if (reg == 0 || nbytes == 0) return reg;
+        Kept& kept = kept_[nbytes * 0x9E3779B97F4A7C15 >> 58];
+        if (kept.nbytes != nbytes) kept = {nbytes, power_of_x(nbytes, 3)};
+        return multiply(kept.power, reg);
+    }
+
+  private:
+    struct Kept {
+        uint64_t nbytes = 0;
+        uint32_t power = 0;
+    };
+    std::array<Kept, 64> kept_;
+};
+
 constexpr size_t kSlices = 16;
 
 // kTables[k][b]: the register after the byte b and k zero bytes.

@@ -21,7 +21,7 @@ FILES = {str(path.relative_to(PACKAGE).with_suffix("")): path for path in sorted
 ROOMS = {name for name in FILES if not name.endswith("__init__")}
 
 MAX_FILE_LINES, MAX_CSRC_LINES, MAX_NAMES = 320, 1000, 10
-MAX_LINES = 7170
+MAX_LINES = 7210
 """4,000 was the aim (design, §4). It grew with staging during the step, retention, and persist at disk speed."""
 LONGER = {
     "slots": 350,
@@ -119,7 +119,11 @@ def only(where: str, allowed: set[str], users: set[str]) -> None:
 
 def test_there_are_few_doors_to_the_native_part() -> None:
     users = {room for room in ROOMS if "_C" in rooms_of(FILES[room])}
-    only("csrc", {"slots", "control", "staging", "device", "storage/posix", "pt_zip", "buffers", "source"}, users)
+    only(
+        "csrc",
+        {"slots", "control", "staging", "device", "storage/posix", "pt_pickle", "pt_zip", "buffers", "source"},
+        users,
+    )
 
 
 def test_shared_memory_and_queues_are_opened_in_two_rooms() -> None:
