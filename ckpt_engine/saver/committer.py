@@ -8,7 +8,6 @@ another node, where a rank may never have entered it, keeps none of those that f
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -208,8 +207,8 @@ class Committer(threading.Thread):
             for old in list(self._done)[:-256]:
                 del self._done[old]
             self.tidying = outcome.status == "committed" and pending.names is None
-        level = logging.INFO if outcome.status == "committed" else logging.WARNING
-        log.log(level, "%s %s %s", outcome.status, pending.attempt, outcome.reason)
+        say = log.info if outcome.status == "committed" else log.warning
+        say("%s %s %s", outcome.status, pending.attempt, outcome.reason)
         self._ended(pending.header, outcome)
         if self.tidying:
             try:
