@@ -67,6 +67,9 @@ class Attached(Handled, Stock):
         super().start(state)
         self.ckpt = ckpt_engine.attach(self.net_engine, self.work / "root", keep_last=2, on_error="raise")
 
+    def face(self) -> Any:
+        return self.ckpt
+
     def to_memory(self, step: int) -> None:
         self.ckpt.save_to_memory(step)
 

@@ -32,6 +32,9 @@ class Blocking(Handled):
         if not self.resuming:
             self.engine.prepare(self.files())
 
+    def face(self) -> CheckpointEngine:
+        return self.engine
+
     def files(self) -> dict[str, State]:
         return {f"rank{self.rank}.pt": self.state}
 

@@ -37,6 +37,8 @@ class Target:
     why: str = ""
     least: bool = False
     """The value shall be at least ``most``."""
+    bare: float | None = None
+    """What the machine itself takes for it in the same run: the bare copy, or fio."""
 
     @property
     def verdict(self) -> str:
@@ -47,8 +49,8 @@ class Target:
 
     @property
     def line(self) -> list[str]:
-        value = "-" if self.value is None else number(self.value) + self.unit
-        return [self.name, f"{'≥' if self.least else '≤'} {number(self.most)}{self.unit}", value, self.verdict]
+        value, bare = ("-" if one is None or one != one else number(one) + self.unit for one in (self.value, self.bare))
+        return [self.name, f"{'≥' if self.least else '≤'} {number(self.most)}{self.unit}", value, bare, self.verdict]
 
 
 class Comparison:
@@ -74,14 +76,20 @@ class Comparison:
         own = next((one for one in self.rows if one["system"] == MEMORY and one["batch"] == row["batch"]), None)
         return None if own is None or not own["blocking_ms"] else row[key] / own["blocking_ms"]
 
-    def ratio(self, ours: str, rival: Row | None, key: str = "blocking_ms") -> float | None:
-        mine, other = self.relative(self.system(ours), key), self.relative(rival, key)
+    def ratio(self, ours: str, rival: Row | None, key: str = "blocking_ms", own: str = "") -> float | None:
+        """``own``: the key of ours, where it is another one."""
+        mine, other = self.relative(self.system(ours), own or key), self.relative(rival, key)
         return mine / other if mine is not None and other else None
 
     def against(self, ours: str, rivals: list[Row], key: str = "blocking_ms") -> float | None:
         """The ratio to the best of some rivals."""
         ratios = [ratio for row in rivals if (ratio := self.ratio(ours, row, key)) is not None]
         return max(ratios, default=None)
+
+    def copy(self) -> str:
+        """The fastest of the bare copies."""
+        found = [row for row in self.rows if row["system"].startswith(OWN[1])]
+        return min(found, key=lambda row: row["blocking_ms"])["system"] if found else ""
 
 
 def targets(rows: list[Row]) -> list[Target]:
@@ -101,12 +109,16 @@ def stall_targets(rows: list[Row]) -> list[Target]:
             (reason for name, reason in systems.left_out.items() if words.lower().split()[0] in name.lower()), ""
         )
         value = systems.against(ours, found, key)
-        return Target(f"{what or words}{label}", most, value, " ×", why or "not in this run")
+        bare = None if ours == OVERLAP else systems.against(systems.copy(), found, key)
+        return Target(f"{what or words}{label}", most, value, " ×", why or "not in this run", bare=bare)
 
     def named(name: str, most: float, ours: str = STORAGE, key: str = "blocking_ms", more: str = "") -> Target:
-        value = systems.ratio(ours, systems.system(name), key)
+        other = systems.system(name)
+        value = systems.ratio(ours, other, key)
+        bare = None if ours == OVERLAP else systems.ratio(systems.copy(), other, key, "blocking_ms")
         label = {MEMORY: " (to memory)", OVERLAP: " (overlap)"}.get(ours, "")
-        return Target(f"{name}{more}{label}", most, value, " ×", systems.left_out.get(name, "not in this run"))
+        why = systems.left_out.get(name, "not in this run")
+        return Target(f"{name}{more}{label}", most, value, " ×", why, bare=bare)
 
     memory, overlap = systems.system(MEMORY), systems.system(OVERLAP)
     found = [
@@ -131,9 +143,8 @@ def stall_targets(rows: list[Row]) -> list[Target]:
         rival("nvidia-resiliency", 1 / 12),
     ]
     lagging = [row for row in systems.sound if row.get("persistent")]
-    found.append(
-        Target("lag until durable, against the best of all", 1 / 2.5, systems.against(STORAGE, lagging, "lag_ms"), " ×")
-    )
+    value, bare = (systems.against(name, lagging, "lag_ms") for name in (STORAGE, "fio"))
+    found.append(Target("lag until durable, against the best of all", 1 / 2.5, value, " ×", bare=bare))
     if overlap is not None:
         torn = 0.0 if overlap.get("verdict", "ok") == "ok" else 1.0
         found.append(Target("torn states with overlap", 0, torn))
@@ -276,9 +287,9 @@ def full(rows: list[Row]) -> str:
     lines = [target.line for target in targets(rows)]
     for row in told(rows):
         if row["passes"] is not None:
-            lines.append([f"{row['bench']}: {row['way']}", "", of_what(row), "pass" if row["passes"] else SHORT])
+            lines.append([f"{row['bench']}: {row['way']}", "", of_what(row), "", "pass" if row["passes"] else SHORT])
     if lines:
-        parts += ["### Targets", markdown(["against", "target", "measured", ""], lines)]
+        parts += ["### Targets", markdown(["against", "target", "measured", "bare copy, fio", ""], lines)]
     for part, title in (("systems", "All systems"), ("ranks", "Two ranks, one thread each"), ("beside", "One thread")):
         if pick(rows, kind="summary", part=part):
             one = pick(rows, kind="summary", part=part)[0]

@@ -129,8 +129,16 @@ class Handled(System):
         if self.handle is not None:
             self.handle.result()
 
+    def face(self) -> Any:
+        """The engine, or what ``attach`` returned."""
+        raise NotImplementedError
+
     def forget(self, step: int) -> None:
-        """``keep_last`` does it."""
+        """``keep_last`` does it, after the save; others, whose turn it is then, do not pay for that."""
+        from ckpt_engine.handles import await_tidy
+        from ckpt_engine.waits import Deadline
+
+        await_tidy(self.face()._core.link, Deadline(60.0))
 
 
 def split(mib: float, tensors: int) -> list[int]:

@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -240,6 +241,13 @@ def test_combining_pieces_gives_the_crc_of_the_whole() -> None:
     assert _C.crc32_combine(b"", b"") == 0
 
 
+def test_combining_keeps_apart_what_it_remembers_of_many_lengths() -> None:
+    lengths = [7 * number % 509 for number in range(4000)] + [0] * 5 + [64, 1 << 20] * 50
+    pieces = [SOURCE[at : at + nbytes] for at, nbytes in enumerate(lengths)]
+    found = _C.crc32_combine(uint32s(*map(zlib.crc32, pieces)), uint64s(*map(len, pieces)))
+    assert found == zlib.crc32(b"".join(pieces))
+
+
 def test_combining_knows_lengths_beyond_32_bits() -> None:
     zeros, length = zlib.crc32(b"\0"), 1
     while length < 1 << 40:
@@ -305,6 +313,60 @@ def test_address_of_is_where_the_bytes_are() -> None:
 def test_hostile_numbers_and_buffers_are_refused(error: type[Exception], call: Callable[[], object]) -> None:
     with pytest.raises(error):
         call()
+
+
+# ---- hole_marker ----
+
+
+class Bare:
+    """Attributes make it more than that."""
+
+
+class Below(Bare):
+    """Not the same class."""
+
+
+def test_a_marker_takes_bare_objects_asks_for_some_and_leaves_the_rest() -> None:
+    order: list[object] = []
+    asked: list[object] = []
+    mark = 1 << 100
+
+    def ask(obj: object) -> int:
+        asked.append(obj)
+        return 7
+
+    marker = _C.hole_marker((Bare,), (list, Below), order, mark, ask)
+    bare, more, below = Bare(), Bare(), Below()
+    more.name = "x"  # type: ignore[attr-defined]
+    assert [marker(one) for one in (bare, more, [1], below, "text", None)] == [mark, None, 7, 7, None, None]
+    assert order == [bare] and asked == [[1], below]
+
+
+def test_a_marker_passes_on_what_is_raised_and_keeps_nothing_of_what_it_saw() -> None:
+    order: list[object] = []
+    marker = _C.hole_marker((Bare, int), (list,), order, 1, lambda obj: obj[0])
+    with pytest.raises(IndexError):
+        marker([])
+    with pytest.raises(AttributeError):  # it has no dict
+        marker(5)
+    one = Bare()
+    seen = weakref.ref(one)
+    marker(one)
+    order.clear()
+    del one
+    assert seen() is None
+    with pytest.raises(TypeError):
+        _C.hole_marker([Bare], (), order, 1, print)  # type: ignore[arg-type]
+
+
+def test_a_marker_and_what_it_holds_go_when_nobody_needs_them() -> None:
+    order: list[object] = [Bare()]
+    seen = weakref.ref(order[0])
+    marker = _C.hole_marker((Bare,), (), order, 1, print)
+    del order
+    assert seen() is not None
+    del marker
+    assert seen() is None
 
 
 # ---- atomics ----

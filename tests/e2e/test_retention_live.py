@@ -60,6 +60,32 @@ def test_after_each_of_many_commits_the_newest_loads_whoever_is_slow(lab: Lab, k
     team.leave()
 
 
+def test_a_save_is_committed_before_what_it_makes_superfluous_is_gone_and_close_waits_for_that(lab: Lab) -> None:
+    team = Team(lab, "a", keep_last=1).open()
+    team.commit(1)
+    faults(lab, {"who": "saver", "verb": "unlink", "path": "global_step1/", "hold": True})
+    team.commit(2)
+    until(lambda: hits(lab), 10)
+    team.save(3)
+    team.tell([0], "close")
+    assert team.ranks[0].silent(0.5)
+    faults(lab)
+    team.hear(0)
+    assert [name for name in os.listdir(lab.root) if name.startswith("global_step")] == ["global_step2"]
+    team.end()
+
+
+def test_an_engine_that_is_closed_waits_for_no_retention_that_hangs(lab: Lab) -> None:
+    team = Team(lab, "a", keep_last=1).open()
+    team.commit(1)
+    faults(lab, {"who": "saver", "verb": "unlink", "path": "global_step1/", "hold": True})
+    team.commit(2)
+    until(lambda: hits(lab), 10)
+    team.ok("close", timeout_s=0.5)
+    faults(lab)
+    team.end()
+
+
 def reader(me: Any, step: int) -> None:
     """An observer with names of its own: restores one step and goes."""
     with me.engine(name="reader", node_id="r") as engine:
