@@ -40,24 +40,23 @@ MINUTES ?= 10
 soak: $(VENV)/package.stamp
 	$(BIN)/python tests/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
-# The figures of README and docs/performance.md; stall.py alone takes a quarter of an hour on two cores. RESULTS: where
-# rows and pictures go.
+# The figures of README and docs/performance.md. RESULTS: where rows and pictures go.
 RESULTS ?= bench-results
-SCALE ?= --mib 512 --ranks 1 2 4
 SWEEP ?= --most-tensors 2000
 bench: $(VENV)/package.stamp
 	mkdir -p $(RESULTS)
 	$(BIN)/python benchmarks/plan.py --json $(RESULTS)/plan.json
 	$(BIN)/python benchmarks/stall.py $(SWEEP) --json $(RESULTS)/stall.json --plot $(RESULTS)
 	$(BIN)/python benchmarks/steps.py --json $(RESULTS)/steps.json
-	$(BIN)/python benchmarks/scale.py $(SCALE) --json $(RESULTS)/scale.json
 	$(BIN)/python benchmarks/persist.py --json $(RESULTS)/persist.json
 	$(BIN)/python benchmarks/restore.py --json $(RESULTS)/restore.json
 	$(BIN)/python benchmarks/report.py $(RESULTS)/*.json
 
-# The same, and the sweeps up to 4 GiB and 20,000 tensors.
+# The same, the sweeps up to 4 GiB and 20,000 tensors, and 1 to 8 ranks that hold 2 GiB in all.
 bench-full:
-	$(MAKE) bench SWEEP="--most-tensors 20000 --sizes 64 256 1024 4096" SCALE="--mib 2048"
+	$(MAKE) bench SWEEP="--most-tensors 20000 --sizes 64 256 1024 4096"
+	$(BIN)/python benchmarks/scale.py --json $(RESULTS)/scale.json
+	$(BIN)/python benchmarks/report.py $(RESULTS)/*.json
 
 # What bench and bench-peers have measured, into the papers.
 figures: $(VENV)/package.stamp

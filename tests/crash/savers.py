@@ -100,7 +100,7 @@ class Saver:
         self.outcome: Outcome | None = None
         options = SaverOptions(sweep_after_s=0, retry_s=30 if tries > 1 else 0)
         self.committer = Committer(
-            storage, options, ended=self._ended, live_run=lambda run: True, held=tuple, answered=lambda: None
+            storage, options, ended=self._ended, live_run=lambda run: True, held=tuple, look_at_us=lambda: None
         )
         self.writer = Writer(storage, self.committer, lambda rank, message: None, 0)
         self._retain = self.committer.ledger.retain
@@ -160,14 +160,13 @@ class Saver:
         return header, Staged(bytes(memory))
 
     def _before_retention(self, header: Header, waiting: Any, open_: Any) -> None:
-        self.history.commit(header.attempt, whole=True)
         self.history.retire(self.keep_last)
         self._retain(header, waiting, open_)
 
     def _ended(self, header: Header, outcome: Outcome) -> None:
         self.outcome = outcome
         if outcome.status == "committed" and header.attempt not in self.history.told:
-            self.history.commit(header.attempt, whole=False)
+            self.history.commit(header.attempt, whole=not outcome.reason)
 
 
 @dataclass(frozen=True)

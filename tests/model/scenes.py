@@ -51,7 +51,7 @@ def publish(header: Header) -> Act:
 def _committer(storage: Any, header: Header, ended: Callable[..., None] = lambda header, outcome: None) -> Committer:
     return Committer(
         storage, SaverOptions(), ended=ended, live_run=lambda run: True, held=lambda: (header,),
-        answered=lambda: None,
+        look_at_us=lambda: None,
     )  # fmt: skip
 
 
