@@ -220,7 +220,7 @@ class Committer(threading.Thread):
     def _retain(self, header: Header) -> None:
         if self._live_run(header.attempt.run):  # commits for the dead remove nothing, nor does one behind ``latest``
             with self._mutex:
-                waiting = frozenset(self._pending)
+                waiting = frozenset({*self._pending, header.attempt})  # another node may be in its receipt just now
             self.ledger.retain(header, waiting, lambda other: not self.status(other))
 
     def _step(self, pending: Pending) -> Outcome | None:
