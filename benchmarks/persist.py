@@ -128,6 +128,7 @@ class Saver:
         durable = time.perf_counter() - begin
         handle.result(300)
         committed = time.perf_counter() - begin
+        core.outbox.await_tidy(core.link, 60.0)
         folder = self.root / f"global_step{self.step}"
         cached = sum(cached_bytes(path) for path in folder.glob("*.pt"))
         cpu = (processor_s(pid) - before) / self.nbytes * 1e9

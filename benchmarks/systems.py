@@ -135,10 +135,8 @@ class Handled(System):
 
     def forget(self, step: int) -> None:
         """``keep_last`` does it, after the save; others, whose turn it is then, do not pay for that."""
-        from ckpt_engine.handles import await_tidy
-        from ckpt_engine.waits import Deadline
-
-        await_tidy(self.face()._core.link, Deadline(60.0))
+        core = self.face()._core
+        core.outbox.await_tidy(core.link, 60.0)
 
 
 def split(mib: float, tensors: int) -> list[int]:

@@ -21,7 +21,7 @@ from ckpt_engine.device import Lanes
 from ckpt_engine.errors import CkptError, ConfigError, Corrupt, StagingError
 from ckpt_engine.events import log, span
 from ckpt_engine.group import Group, meet, my_node, places, together
-from ckpt_engine.handles import Destination, Handle, Outbox, Published, Staged, await_tidy
+from ckpt_engine.handles import Destination, Handle, Outbox, Published, Staged
 from ckpt_engine.link import Link
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.metrics import Metric, Metrics, of_user
@@ -40,6 +40,8 @@ from ckpt_engine.waits import Deadline
 MAX_STEP = 2**53
 COLLECTIVE_S, MAX_COLLECTIVE_S = 1800.0, 7 * 86400.0
 """How long attach and restore wait for the slowest rank; a rank may wait ``wait_s`` for a buffer meanwhile."""
+TIDY_S = 30.0
+"""How long ``close`` waits for retention."""
 
 
 class Checkpointer:
@@ -334,13 +336,13 @@ class Checkpointer:
         self._closed = True
         if os.getpid() != self._pid:
             return  # a forked child that leaves the block says nothing for its parent
-        done = False
+        done, deadline = False, self._patience(timeout_s)
         try:
             self.settle()
             if goodbye:
-                self.wait(timeout_s)
-                await_tidy(self.link, self._patience(timeout_s))
-            done = goodbye
+                self.outbox.wait(deadline)
+                done = True
+                self.outbox.await_tidy(self.link, deadline.slice(TIDY_S))
         finally:
             with span("goodbye", clean=done):
                 self._let_go(goodbye=done)

@@ -170,8 +170,10 @@ class Outbox:
 
     def __init__(self) -> None:
         self._handles: list[Handle] = []
+        self.newest: Handle | None = None
 
     def add(self, handle: Handle) -> None:
+        self.newest = handle
         if handle not in self._handles:
             self._handles.append(handle)
 
@@ -206,22 +208,27 @@ class Outbox:
             raise first
         return tuple(published)
 
+    def await_tidy(self, link: Link, timeout_s: float) -> None:
+        """Wait until the saver has removed what the last commit made superfluous, unless it has trouble with that."""
+        last = self.newest
+        committed = last is not None and isinstance(last._end, Published)
+        newest = (last.staged.attempt.order, last.staged.attempt.run) if last is not None and committed else None
+
+        def tidy() -> bool:
+            page = link.outcomes()
+            if page is None or page.leaving or page.stuck:
+                return True
+            told = newest is None or newest in [(one.order, one.run) for one in page.outcomes]
+            return told and not page.tidying
+
+        with contextlib.suppress(errors.SaverError, errors.ConfigError):
+            link.wait(tidy, Deadline(timeout_s), lambda: LOOK_S)
+
     def _forget(self, ended: Iterable[Handle]) -> None:
         """In place: another thread may be adding one."""
         for handle in ended:
             with contextlib.suppress(ValueError):
                 self._handles.remove(handle)
-
-
-def await_tidy(link: Link, deadline: Deadline) -> None:
-    """Wait until the saver has removed what its last commit made superfluous, unless it has trouble with that."""
-
-    def tidy() -> bool:
-        page = link.outcomes()
-        return page is None or not page.tidying or bool(page.stuck)
-
-    with contextlib.suppress(errors.SaverError, errors.ConfigError):
-        link.wait(tidy, deadline, lambda: LOOK_S)
 
 
 def error_of(outcome: Outcome, attempt: Attempt) -> CkptError:

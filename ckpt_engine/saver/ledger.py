@@ -33,6 +33,7 @@ class Ledger:
         self._ages = Ages()
         self._claimed: set[str] = set()
         self._seen: dict[Attempt, float] = {}
+        self._tidied: dict[str, bool] = {}
 
     def runs(self, root: str) -> tuple[RunClaim, ...]:
         """All runs known: claims in the root and claims in slot headers."""
@@ -162,6 +163,13 @@ class Ledger:
         reason = f"its plain names or latest are not done: {trouble}"[:300] if trouble else ""
         return Outcome(attempt.order, attempt.run, "committed", reason=reason)
 
+    def removed_from(self, folder: str) -> bool:
+        """True, once, if retention or sweep removed something from ``folder``, and perhaps the directory with it.
+
+        In the writer's thread: a rank that saves anew under that tag may have seen the directory just before.
+        """
+        return self._tidied.pop(folder, False)
+
     def retain(self, header: Header, waiting: Collection[Attempt], open_: Callable[[Attempt], bool]) -> None:
         """Retention and sweep after ``latest``; not in another's directory; never fatal.
 
@@ -198,7 +206,7 @@ class Ledger:
                         f"max_bytes {policy.max_bytes} {root}",
                         f"{what}. Unpin, keep less, or allow more; nothing is removed for it",
                     )
-            sweep.sweep(
+            gone = sweep.sweep(
                 storage,
                 root,
                 node=header.node,
@@ -206,8 +214,14 @@ class Ledger:
                 sweep_after_s=self._options.sweep_after_s,
                 age_of=self._ages.of,
             )
+            self._note(map(os.path.dirname, gone))
         except CkptError as error:
             log.warning("retention after %s: %s; the next commit tries again", header.attempt.id, error)
+
+    def _note(self, folders: Iterable[str]) -> None:
+        self._tidied |= dict.fromkeys(folders, True)
+        for old in list(self._tidied)[:-256]:
+            self._tidied.pop(old, None)
 
     def _seen_for_s(self, committed: Iterable[Committed]) -> dict[Attempt, float]:
         """How long this saver has seen each of them committed, on its own monotonic clock; not by a writer's clock."""
@@ -218,6 +232,7 @@ class Ledger:
 
     def _remove(self, old: Committed) -> None:
         """One that cannot be removed (its directory is a link, or another user's) does not keep the others."""
+        self._note([old.commit_dir])
         try:
             left = sweep.remove_checkpoint(self._storage, old).kept
             foreign = [name for name in left if not disk_names.is_ours(name)]

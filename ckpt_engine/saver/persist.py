@@ -20,7 +20,7 @@ from functools import partial
 
 from ckpt_engine import commit
 from ckpt_engine.disk_names import SCRIPTS
-from ckpt_engine.errors import Cancelled, CkptError, StorageError
+from ckpt_engine.errors import Cancelled, CkptError, StorageError, StorageFull
 from ckpt_engine.events import log, span
 from ckpt_engine.manifest import ShardRecord
 from ckpt_engine.messages import Message, Released
@@ -29,7 +29,8 @@ from ckpt_engine.saver.outcomes import failure_of, node_of, parent_of
 from ckpt_engine.slots import BREAKPOINT, CANCEL, DATA_OFFSET, Header, Slot, SlotFile
 from ckpt_engine.states import State, Word
 from ckpt_engine.storage.base import Storage, write_range
-from ckpt_engine.waits import Deadline
+from ckpt_engine.storage.posix import calls_under_way
+from ckpt_engine.waits import SLICE_S, Deadline, pause
 
 RETRYABLE = frozenset(
     {errno.ESTALE, errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT, errno.EBUSY}
@@ -132,6 +133,8 @@ class Writer(threading.Thread):
             if not isinstance(error, CkptError):
                 log.exception("defect while persisting %s", slot.name)
             failure = failure_of(error, header.rank)
+            if isinstance(error, StorageFull):  # else what is there of it keeps every later save from finding room
+                self._give_room_back(header)
             slot.put_error(failure)
             self._committer.failed(header, failure)
         if end is State.DURABLE:  # told before the release: else the rank could be seen to go on without its part
@@ -141,29 +144,40 @@ class Writer(threading.Thread):
 
     def _with_retries(self, slot: Slot, header: Header) -> None:
         deadline, pause_s = Deadline(self._retry_s), 0.05
+        done: set[str] = set()
         while True:
             try:
-                return self._write(slot, header)
+                return self._write(slot, header, done)
             except StorageError as error:
+                if not isinstance(error, StorageFull):
+                    done.clear()  # what was synced before an I/O error may be damaged, too
                 if error.errno not in RETRYABLE or deadline.expired() or self._stop_asked.wait(deadline.slice(pause_s)):
                     raise
                 log.warning("persist of %s failed (%s): trying again", header.attempt.id, error)
                 pause_s = min(2 * pause_s, 2.0)
 
-    def _write(self, slot: Slot, header: Header) -> None:
-        """All files and the shard record of one rank, durable; nothing is written twice for a published attempt."""
+    def _write(self, slot: Slot, header: Header, done: set[str]) -> None:
+        """All files and the shard record of one rank, durable; nothing is written twice for a published attempt.
+
+        ``done``: files that are there from an earlier try, and grows.
+        """
+        hurried = bool(slot.flags() & BREAKPOINT)
+        while self._committer.tidying and not hurried and not _hangs():  # it makes room, and may remove our directory
+            pause(0.005)
         self._require_wanted(slot, header)
         if self._committer.ledger.is_published(header):
             return
         self._committer.ledger.claim(header)
         storage, root, attempt, node = self._storage, parent_of(header), header.attempt, node_of(header)
-        if slot.flags() & BREAKPOINT:
+        if self._committer.ledger.removed_from(header.commit_dir) or hurried:
             commit.make_tag_dir(storage, root, attempt.tag)
         commit.make_attempt_dir(storage, root, attempt, [file.name for file in header.files], node=node)
         slot.reset_progress()
 
         def write(file: SlotFile) -> None:
             self._require_wanted(slot, header)
+            if file.name in done:
+                return
             with commit.cancelled_if_gone(attempt):
                 write_range(
                     storage,
@@ -174,6 +188,7 @@ class Writer(threading.Thread):
                     executable=file.name in SCRIPTS,
                     progress=(slot.memory, slot.progress_offset),
                 )
+            done.add(file.name)
 
         each([partial(write, file) for file in header.files if file.origin != "external"], at_once=self._at_once)
         self._require_wanted(slot, header)
@@ -183,10 +198,25 @@ class Writer(threading.Thread):
         )
         commit.write_shard_record(storage, root, self._record)
 
+    def _give_room_back(self, header: Header) -> None:
+        """Remove what is on disk of this part, which failed."""
+        names = [file.name for file in header.files if file.origin != "external"]
+        try:
+            commit.drop_shard(
+                self._storage, parent_of(header), header.attempt, header.rank, names, node=node_of(header)
+            )
+        except StorageError as error:
+            log.warning("%s keeps its place on a full disk: %s", header.attempt.id, error)
+
     @staticmethod
     def _require_wanted(slot: Slot, header: Header) -> None:
         if slot.flags() & CANCEL:
             raise Cancelled(f"{header.attempt.id} was given up: its run was abandoned")
+
+
+def _hangs() -> bool:
+    """True if some call to the file system takes its time: nobody waits for that."""
+    return any(call.since.elapsed() > SLICE_S for call in calls_under_way().values())
 
 
 def each(tasks: Iterable[Callable[[], None]], *, at_once: int) -> None:

@@ -13,7 +13,7 @@ from disk_model import ROOT_ID, claim_of, content
 from ckpt_engine import commit, runs
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.control import Outcome
-from ckpt_engine.errors import CkptError, StorageError
+from ckpt_engine.errors import CkptError, StorageError, StorageFull
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.retention import Retention
 from ckpt_engine.saver.committer import Committer
@@ -120,11 +120,23 @@ class Saver:
             self._again(lambda: commit.make_tag_dir(self.storage, ROOT, attempt.tag))
         for rank in files:
             header, staged = self._stage(attempt, rank, files, claim)
+            done: set[str] = set()
+
+            def write(staged: Any = staged, header: Header = header, done: set[str] = done) -> None:
+                try:
+                    self.writer._write(staged, header, done)
+                except StorageError as error:
+                    if not isinstance(error, StorageFull):
+                        done.clear()
+                    raise
+
             try:
-                self._again(lambda staged=staged, header=header: self.writer._write(staged, header))
+                self._again(write)
             except CkptError as error:
                 from ckpt_engine.saver.outcomes import failure_of
 
+                if isinstance(error, StorageFull):
+                    self.writer._give_room_back(header)
                 self.committer.failed(header, failure_of(error, rank))
             else:
                 self.committer.durable(header, self.writer._record or header.shard_record())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,60 @@ def test_an_engine_that_is_closed_waits_for_no_retention_that_hangs(lab: Lab) ->
     team.ok("close", timeout_s=0.5)
     faults(lab)
     team.end()
+
+
+def test_close_waits_for_retention_though_the_disk_told_of_the_commit_first(lab: Lab) -> None:
+    team = Team(lab, "a", keep_last=1).open()
+    team.commit(1)
+    faults(lab, {"who": "saver", "verb": "rename", "path": "latest", "hold": True})
+    team.commit(2)  # its manifest is there
+    team.tell([0], "close")
+    assert team.ranks[0].silent(0.5)
+    faults(lab)
+    team.hear(0)
+    assert [name for name in os.listdir(lab.root) if name.startswith("global_step")] == ["global_step2"]
+    team.end()
+
+
+def test_a_tag_that_is_saved_anew_while_retention_removes_it_is_committed(lab: Lab) -> None:
+    team = Team(lab, "a", keep_last=1).open()
+    team.commit(1, tag="a")
+    folder = f"{lab.root}/a"
+    writing = {"who": "saver", "verb": "make_dir", "path": f"{folder}/.attempt", "hold": True}
+    faults(lab, writing, {"who": "saver", "verb": "rename", "path": f"{folder}/MANIFEST", "hold": True})
+    team.commit(2, tag="b")
+    until(lambda: hits(lab), 10)
+    team.ok("save", step=3, storage=True, tag="a")  # its directory is there
+    faults(lab, writing)
+    until(lambda: not os.path.isdir(folder) or not os.listdir(folder), 10)
+    faults(lab)
+    team.ok("result", step=3)
+    _until_steps(lab, [3])
+    assert whole(lab.root)
+    team.leave()
+
+
+def test_a_disk_that_was_full_costs_no_second_room_and_keeps_nothing_of_what_failed(lab: Lab) -> None:
+    whole_file = {"who": "saver", "verb": "rename", "path": "rank0.pt"}
+    full = {"who": "saver", "verb": "rename", "path": "sub/model.pt", "errno": errno.ENOSPC}
+    team = Team(lab, "a", saver={"retry_s": 10.0}).open()
+    faults(lab, whole_file, full)
+    team.ok("save", step=1, storage=True)
+    until(lambda: sum(hit["path"].endswith("model.pt") for hit in hits(lab)) > 1, 10)
+    faults(lab, whole_file)
+    team.ok("result", step=1)
+    assert sum(hit["path"].endswith("rank0.pt") for hit in hits(lab)) == 1
+    team.leave()
+    team = Team(lab, "a", saver={"retry_s": 0.0}).open()
+    team.restore()
+    faults(lab, full)
+    team.ok("save", step=2, storage=True)
+    assert team.one(0, "result", step=2)["error"] == "StorageFull"
+    assert not list(Path(lab.root, "global_step2").rglob("*.pt"))
+    faults(lab)
+    team.commit(3)
+    assert _steps(lab) == [3, 1] and whole(lab.root)
+    team.leave()
 
 
 def reader(me: Any, step: int) -> None:
