@@ -344,11 +344,11 @@ FIGURES = {
 }
 
 
-def pictures(folder: str, paper: Path, names: Sequence[str]) -> str:
-    """Links from ``paper`` to those that were drawn."""
-    there = [name for name in names if folder and (Path(folder) / name).exists()]
+def pictures(folder: str, paper: Path) -> str:
+    """Those that were drawn, two in a row, as seen from ``paper``."""
+    there = [name for name in FIGURES if folder and (Path(folder) / name).exists()]
     relative = os.path.relpath(folder, paper.parent) if folder else ""
-    return "\n\n".join(f"![{FIGURES[name]}]({relative}/{name})" for name in there)
+    return "\n".join(f'<img src="{relative}/{name}" alt="{FIGURES[name]}" width="49%">' for name in there)
 
 
 def put(text: str, file: Path) -> None:
@@ -368,9 +368,9 @@ def main() -> None:
     parser.add_argument("--figures", default="", metavar="DIR", help="with pictures of plots.py, to be linked")
     args = parser.parse_args()
     rows = of_one_run(read(args.files))
-    for file, text, names in ((args.readme, brief, ["stall.png"]), (args.docs, full, list(FIGURES))):
+    for file, text in ((args.readme, brief), (args.docs, full)):
         if file:
-            put(f"{text(rows)}\n\n{pictures(args.figures, Path(file), names)}", Path(file))
+            put(f"{text(rows)}\n\n{pictures(args.figures, Path(file))}", Path(file))
     if not args.readme and not args.docs:
         print(full(rows))
 

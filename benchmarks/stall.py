@@ -108,7 +108,7 @@ def only(args: argparse.Namespace, specs: Sequence[Spec]) -> list[Spec]:
     """``--only``: the rows whose names hold one of its words, and what everything is compared with."""
     return narrow(
         specs,
-        lambda name: not args.only or name == OURS or name.startswith(RAW) or any(word in name for word in args.only),
+        lambda name: not args.only or name == OURS or name.startswith(RAW) or any(word.lower() in name.lower() for word in args.only),
     )
 
 

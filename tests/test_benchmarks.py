@@ -89,6 +89,8 @@ def test_stall_measures_kills_and_verifies_and_the_report_and_pictures_come_from
     if importlib.util.find_spec("matplotlib"):
         drawn = bench("plots", file, "--plot", tmp_path / "pictures", cwd=tmp_path)
         assert {Path(line).name for line in drawn.splitlines()} == {"stall.png", "steps.png", "sizes.png"}
+        bench("report", file, "--readme", readme, "--figures", tmp_path / "pictures", cwd=tmp_path)
+        assert '<img src="pictures/stall.png"' in readme.read_text()
 
 
 def test_two_ranks_scale_and_the_layouts_that_are_hard(tmp_path: Path) -> None:
