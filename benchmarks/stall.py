@@ -106,10 +106,9 @@ def few(args: argparse.Namespace, names: Sequence[str] = ()) -> list[Spec]:
 
 def only(args: argparse.Namespace, specs: Sequence[Spec]) -> list[Spec]:
     """``--only``: the rows whose names hold one of its words, and what everything is compared with."""
-    return narrow(
-        specs,
-        lambda name: not args.only or name == OURS or name.startswith(RAW) or any(word.lower() in name.lower() for word in args.only),
-    )
+    words = [word.lower() for word in args.only]
+    base = (OURS, RAW)
+    return narrow(specs, lambda name: not words or name.startswith(base) or any(word in name.lower() for word in words))
 
 
 def show(rows: Sequence[Row], part: str) -> str:
