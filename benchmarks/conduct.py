@@ -1,4 +1,4 @@
-"""Measure systems against each other in one run: interleaved rounds in rotated order, one process tree at a time.
+"""Measure systems against each other in one run: interleaved rounds in changing order, one process tree at a time.
 
 The crews of all systems are started, then take turns; a turn begins when the save before is durable and everything
 dirty is written back (``sync``). What does not fit into memory at once goes in batches, each with ours and the bare
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -161,10 +162,11 @@ class Batch:
             crews = [Crew(spec, self.setting, self.work / f"crew{n}") for n, spec in enumerate(self.specs)]
             for crew in crews:  # all import what they need at once
                 stack.enter_context(crew)
-            for crew in crews:
-                with self.may_fail(crew):
-                    self.begin(crew)
-                    self.crews.append(crew)
+            with ThreadPoolExecutor(2) as pool:  # nothing is timed yet
+                for crew, begun in [(crew, pool.submit(self.begin, crew)) for crew in crews]:
+                    with self.may_fail(crew):
+                        begun.result()
+                        self.crews.append(crew)
             time.sleep(self.plan.prepared_s)
             for crew in list(self.crews):
                 with self.may_fail(crew):
@@ -178,7 +180,7 @@ class Batch:
             for repeat in range(self.plan.busy):
                 self.in_turns(repeat, self.busy, self.goes_on)
             if self.plan.verified:
-                self.in_turns(0, self.verify)
+                self.in_turns(0, self.verify, lambda name: not (self.plan.busy and self.goes_on(name)))
         if self.plan.killed:
             self.kill_and_trace()
         self.sum_up()
@@ -207,8 +209,8 @@ class Batch:
             for name, variant in zip(crew.spec.names, crew.spec.variants, strict=True)
             if which(name)
         ]
-        for turn in range(len(turns)):
-            crew, name, variant = turns[(turn + repeat) % len(turns)]
+        random.Random(f"{what.__name__} {repeat}").shuffle(turns)  # nobody always comes behind the same one
+        for crew, name, variant in turns:
             if crew in self.crews:
                 with self.may_fail(crew):
                     settle()
@@ -281,16 +283,22 @@ class Batch:
         plain = crew.ask("plain", n=5)[0]["steps_ms"]
         step = crew.next_step()
         found = crew.ask("busy", step=step, most=200, variant=variant)[0]
-        crew.ask("forget", step=step)
         self.rows.add(
             kind="busy", **self.facts, system=name, repeat=repeat, plain_ms=plain, steps_ms=found["steps_ms"],
             persistent=found["persistent"],
         )  # fmt: skip
+        if self.plan.verified and repeat == 0:
+            self.look_at(crew, name, step)
+        else:
+            crew.ask("forget", step=step)
 
     def verify(self, crew: Crew, name: str, variant: str, repeat: int) -> None:
         """A save whose state goes on being trained on while it is under way, loaded again."""
         step = crew.next_step()
         crew.ask("busy", step=step, most=20, variant=variant)
+        self.look_at(crew, name, step)
+
+    def look_at(self, crew: Crew, name: str, step: int) -> None:
         for rank, found in enumerate(crew.ask("verify", step=step)):
             self.rows.add(kind="verify", **self.facts, system=name, rank=rank, found=found["found"], why=found["why"])
         crew.ask("forget", step=step)

@@ -1,6 +1,6 @@
 """How fast a slot becomes durable files, against what the disk can do: in turns, medians.
 
-    python benchmarks/persist.py [--mib 1024] [--files 1 64 200] [--repeats 7] [--json FILE]
+    python benchmarks/persist.py [--mib 1024] [--files 1 200] [--repeats 7] [--json FILE]
 
 fio      direct writes of a new file, the same block size as ours and fsync at the end, for several queue depths
 writer   the native writer, as the saver calls it for one file, from the same slot: GB/s, and CPU seconds per GB
@@ -230,7 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common_options(parser)
     parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--files", type=int, nargs="+", default=[1, 64, 200])
+    parser.add_argument("--files", type=int, nargs="+", default=[1, 200])
     args = parser.parse_args()
     refuse_unless_free(args.mib * (1 + 2 * len(args.files)), "give a smaller --mib or fewer --files")
     torch.set_num_threads(1)
