@@ -15,14 +15,17 @@ from typing_extensions import Buffer
 def cpu_kernels() -> list[str]:
     """Copy kernels this CPU can run, best first, e.g. ``["avx512", "avx2", "portable"]``."""
 
-def copy(dst: Buffer, table: Buffer, *, threads: int = 1, kernel: str = "", crc: bool = True) -> bytes:
+def copy(
+    dst: Buffer, table: Buffer, *, threads: int = 1, kernel: str = "", crc: bool = True, fresh: bool = False
+) -> bytes:
     """Copy n ranges into ``dst`` in one pass and return their CRC-32s (n little-endian uint32).
 
     ``table``: n rows of three native uint64: source address, offset in ``dst``, nbytes. Rows may be
     empty (nbytes 0: address ignored, CRC 0). Rows must not overlap in ``dst`` (not checked). With
     ``crc=False`` only the copy is done and the result is empty. ``threads``: 1..64, this call's thread
-    included. ``kernel``: one of ``cpu_kernels()``; empty = best. All bytes are globally visible (store
-    fence) when it returns.
+    included. ``kernel``: one of ``cpu_kernels()``; empty = best. ``fresh``: nobody has touched the
+    memory of ``dst``; that is done first then, a piece at a time, since faults within the copy take
+    longer. All bytes are globally visible (store fence) when it returns.
 
     Raises ValueError: row out of ``dst``, null or wrapping source address, table not n*24 bytes, bad
     thread count or unknown kernel. REQUIRES: every source range is readable memory.

@@ -196,7 +196,7 @@ class Source:
         if key in self._slots:
             slot, start = self._slots[key]
             table = array.array("Q", [_C.address_of(slot.memory) + start, 0, entry.nbytes])
-            return int.from_bytes(_C.copy(memory, table, threads=self._threads), "little")
+            return int.from_bytes(_C.copy(memory, table, threads=self._threads, fresh=True), "little")
         if key in self._remote:
             return self._storage.read_into(
                 self._remote[key], memory, offset=0, nbytes=entry.nbytes, threads=self._threads

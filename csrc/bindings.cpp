@@ -28,7 +28,7 @@ struct Row {
     uint64_t address, offset, nbytes;
 };
 
-py::bytes copy(Object dst, Object table, Object threads, const std::string& kernel, bool crc) {
+py::bytes copy(Object dst, Object table, Object threads, const std::string& kernel, bool crc, bool fresh) {
     const Buffer target(dst, Buffer::kWrite);
     const Kernel& chosen = kernel_named(kernel);
     const int count = thread_count(threads);
@@ -38,7 +38,7 @@ py::bytes copy(Object dst, Object table, Object threads, const std::string& kern
             throw py::value_error("row " + std::to_string(ranges.size()) + " has no valid source address");
         ranges.push_back({reinterpret_cast<uint8_t*>(row.address), target.at(row.offset, row.nbytes), row.nbytes});
     }
-    const auto crcs = without_gil([&] { return copy_ranges(ranges, count, chosen, crc); });
+    const auto crcs = without_gil([&] { return copy_ranges(ranges, count, chosen, crc, fresh); });
     return py::bytes(reinterpret_cast<const char*>(crcs.data()), crcs.size() * sizeof(uint32_t));
 }
 
@@ -142,7 +142,8 @@ PYBIND11_MODULE(_C, m) {
         for (const Kernel& kernel : kernels()) names.append(kernel.name);
         return names;
     });
-    m.def("copy", copy, arg("dst"), arg("table"), kw_only(), arg("threads") = 1, arg("kernel") = "", arg("crc") = true);
+    m.def("copy", copy, arg("dst"), arg("table"), kw_only(), arg("threads") = 1, arg("kernel") = "", arg("crc") = true,
+          arg("fresh") = false);
     m.def("crc32", crc32, arg("data"), arg("crc") = 0, kw_only(), arg("offset") = 0, arg("nbytes") = -1,
           arg("threads") = 1);
     m.def("crc32_combine", crc32_combine, arg("crcs"), arg("lengths"));

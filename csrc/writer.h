@@ -165,13 +165,6 @@ inline bool write_file(const std::string& path, const uint8_t* data, size_t nbyt
     return writing.direct();
 }
 
-// Fresh memory is touched at once where the kernel can: page by page, in the middle of a read, costs twice as much.
-inline void touch(const uint8_t* begin, const uint8_t* end) {
-    const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kSector - 1) / kSector * kSector;
-    const uintptr_t last = reinterpret_cast<uintptr_t>(end) / kSector * kSector;
-    if (first < last) ::madvise(reinterpret_cast<void*>(first), last - first, kPopulateWrite);
-}
-
 // One file on its way into memory. What the page cache holds is taken from there; the rest goes past it where it can.
 class Reading {
   public:

@@ -169,6 +169,25 @@ def test_without_crc_the_bytes_are_the_same_and_nothing_is_returned(kernel: str)
     assert target[7:] == SOURCE[5:300_005]
 
 
+@pytest.mark.parametrize("flags", [mmap.MAP_PRIVATE, mmap.MAP_SHARED])
+def test_fresh_memory_is_touched_by_the_copy_and_only_where_it_goes(flags: int) -> None:
+    source = _C.address_of(SOURCE)
+    rows = [(source + 3, 5, 1), (source, 4096, 5_000_000), (source + 9, 6 << 20, 4095), (0, 7 << 20, 0)]
+    with mmap.mmap(-1, 8 << 20, flags=flags | mmap.MAP_ANONYMOUS) as memory:
+        crcs = _C.copy(memory, table(*rows), threads=2, fresh=True)
+        want = bytearray(8 << 20)
+        for address, offset, nbytes in rows:
+            want[offset : offset + nbytes] = SOURCE[address - source :][:nbytes] if nbytes else b""
+        assert memory[:] == want
+        assert crcs == uint32s(*(zlib.crc32(want[offset : offset + nbytes]) for _, offset, nbytes in rows))
+
+
+def test_memory_that_cannot_be_touched_first_is_copied_to_all_the_same(pages: mmap.mmap) -> None:
+    target = bytearray(1 << 20)  # other things lie in its first and last page
+    crc = _C.copy(target, table((_C.address_of(pages), 0, 1 << 20)), fresh=True)
+    assert target == pages[: 1 << 20] and crc == uint32s(zlib.crc32(target))
+
+
 def test_no_rows_and_empty_rows_copy_nothing() -> None:
     target = bytearray(b"before")
     assert _C.copy(target, b"") == b""
