@@ -126,15 +126,17 @@ def write_shard_record(storage: Storage, root: str, record: ShardRecord) -> None
         write_durably(storage, os.path.join(folder, disk_names.shard_record(record.rank)), record.to_bytes())
 
 
-def drop_shard(
+def drop_unfinished(
     storage: Storage, root: str, attempt: Attempt, rank: int, names: Iterable[str], *, node: int | None = None
 ) -> None:
-    """Remove the part of a rank that failed. After a crash: the record is gone before any of the files is."""
+    """Remove what is there of a rank's part, unless its record is: that counts, as of an earlier saver.
+
+    After a crash: files without a record do not count.
+    """
     folder = attempt_path(root, attempt, node=node)
-    if storage.unlink(os.path.join(folder, disk_names.shard_record(rank))):
-        storage.sync_dir(folder)
-    for name in names:
-        storage.unlink(os.path.join(folder, name))
+    if storage.size(os.path.join(folder, disk_names.shard_record(rank))) is None:
+        for name in names:
+            storage.unlink(os.path.join(folder, name))
 
 
 def read_shard_records(

@@ -27,7 +27,7 @@ from disk_model import (
     write_shard,
 )
 
-from ckpt_engine import commit, listing, runs, settle
+from ckpt_engine import commit, disk_names, listing, runs, settle
 from ckpt_engine.errors import Cancelled, PersistError, StorageError
 from ckpt_engine.manifest import Failure, FileEntry, Receipt, ShardRecord
 from ckpt_engine.storage import PosixStorage
@@ -95,6 +95,21 @@ def test_a_failed_rank_fails_the_attempt_for_everyone_and_leaves_the_older_check
     assert publish(disk, root, B, nodes=2) == commit.Failed(failure)
     [one] = listing.list_committed(disk, root).committed
     assert one.manifest.attempt == A and listing.verify(disk, one) == ()
+
+
+def test_what_is_there_of_a_part_can_be_dropped_until_its_record_is(place: tuple[Any, str]) -> None:
+    disk, root = place
+    names = ("a.pt", "sub/b.pt", "c.pt")
+    write_shard(disk, root, A, 0, names, world=1)
+    folder = commit.attempt_path(root, A)
+    there = sorted(paths(disk, folder))
+    commit.drop_unfinished(disk, root, A, 0, names)  # an earlier saver made it durable
+    assert sorted(paths(disk, folder)) == there and len(there) == 4
+    disk.unlink(f"{folder}/{disk_names.shard_record(0)}")
+    disk.unlink(f"{folder}/c.pt")  # it never came to that one
+    commit.drop_unfinished(disk, root, A, 0, names)
+    commit.drop_unfinished(disk, root, B, 0, names)  # nor to its directory
+    assert not list(paths(disk, folder))
 
 
 def test_a_complete_receipt_is_never_replaced_by_a_failed_one_but_a_retry_replaces_a_failure(

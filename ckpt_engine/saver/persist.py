@@ -202,7 +202,7 @@ class Writer(threading.Thread):
         """Remove what is on disk of this part, which failed."""
         names = [file.name for file in header.files if file.origin != "external"]
         try:
-            commit.drop_shard(
+            commit.drop_unfinished(
                 self._storage, parent_of(header), header.attempt, header.rank, names, node=node_of(header)
             )
         except StorageError as error:

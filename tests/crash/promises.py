@@ -122,10 +122,6 @@ PROMISES: dict[str, tuple[Callable[[], FaultDisk], Act, Look, Look]] = {
         rooted("tag"), lambda d: write_shard(d, ROOT, ATTEMPT, 0, SHARD, world=1),
         lambda d: d.find(RECORD) is None or SHARDS(d), lambda d: d.find(RECORD) is not None and SHARDS(d),
     ),
-    "a_part_that_is_dropped_loses_its_record_before_its_files": (
-        lambda: durable_shard(), lambda d: commit.drop_shard(d, ROOT, ATTEMPT, 0, SHARD),
-        lambda d: d.find(RECORD) is None or SHARDS(d), lambda d: d.find(RECORD) is None,
-    ),
     "claim_run_leaves_nothing_or_the_claim": (
         rooted(), lambda d: runs.claim_run(d, ROOT, runs.RunClaim(1, "0" * 16, None, 1, 0)),
         lambda d: len(runs.read_runs(d, ROOT)) == (d.find(f"{ROOT}/.run-1") is not None),
@@ -152,12 +148,6 @@ PROMISES: dict[str, tuple[Callable[[], FaultDisk], Act, Look, Look]] = {
         holds(f"{ROOT}/latest", None, b"global_step10"), holds(f"{ROOT}/latest", b"global_step10"),
     ),
 }  # fmt: skip
-
-
-def durable_shard() -> FaultDisk:
-    disk = rooted("tag")()
-    write_shard(disk, ROOT, ATTEMPT, 0, SHARD, world=1)
-    return disk.settled()
 
 
 def latest_unsynced() -> FaultDisk:
