@@ -21,7 +21,7 @@ from ckpt_engine.device import Lanes
 from ckpt_engine.errors import CkptError, ConfigError, Corrupt, StagingError
 from ckpt_engine.events import log, span
 from ckpt_engine.group import Group, meet, my_node, places, together
-from ckpt_engine.handles import Destination, Handle, Outbox, Published, Staged
+from ckpt_engine.handles import Destination, Handle, Outbox, Published, Staged, patience
 from ckpt_engine.link import Link
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.metrics import Metric, Metrics, of_user
@@ -246,10 +246,7 @@ class Checkpointer:
     def wait(self, timeout_s: float | None = None) -> tuple[Published, ...]:
         """Block until every storage save has an outcome. Raises the first failure nobody was told of."""
         self.settle()
-        return self.outbox.wait(self._patience(timeout_s))
-
-    def _patience(self, timeout_s: float | None) -> Deadline:
-        return Deadline(self.options.saver.commit_s + 60.0 if timeout_s is None else timeout_s)
+        return self.outbox.wait(patience(self.options, timeout_s))
 
     # -- pins ----------------------------------------------------------------------------------------------------
 
@@ -336,7 +333,7 @@ class Checkpointer:
         self._closed = True
         if os.getpid() != self._pid:
             return  # a forked child that leaves the block says nothing for its parent
-        done, deadline = False, self._patience(timeout_s)
+        done, deadline = False, patience(self.options, timeout_s)
         try:
             self.settle()
             if goodbye:

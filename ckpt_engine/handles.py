@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_engine import commit, errors, listing
+from ckpt_engine.config import Options
 from ckpt_engine.control import Outcome
 from ckpt_engine.errors import AttemptFailed, Cancelled, CkptError, CommitTimeout, Corrupt, StorageError, StorageFull
 from ckpt_engine.events import log
@@ -74,6 +75,11 @@ class Destination:
         return tuple(sorted(set(self.ranks) - found))
 
 
+def patience(options: Options, timeout_s: float | None) -> Deadline:
+    """``timeout_s`` from now; None: what a node has for a commit, and a little more."""
+    return Deadline(options.saver.commit_s + 60.0 if timeout_s is None else timeout_s)
+
+
 class Handle:
     """One storage save on its way. Its exception is where trouble after staging shows."""
 
@@ -104,7 +110,7 @@ class Handle:
         Raises what went wrong: StorageFull, StorageError, AttemptFailed, StaleRun, Cancelled, CommitTimeout (with the
         ranks whose part is missing), SaverDied. The snapshot in memory and older checkpoints are intact.
         """
-        deadline = Deadline(self._link.options.saver.commit_s + 60.0 if timeout_s is None else timeout_s)
+        deadline = patience(self._link.options, timeout_s)
         if not self._look() and not self._link.wait(self._look, deadline):
             raise self._late(deadline.elapsed())
         if isinstance(self._end, Published):

@@ -16,13 +16,12 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import CkptError, CommitTimeout, RestoreError, UnsupportedLeaf
 from ckpt_engine.events import log
 from ckpt_engine.group import together
-from ckpt_engine.handles import Handle
+from ckpt_engine.handles import Handle, patience
 from ckpt_engine.integrations.deepspeed_shim import refuse_unsupported, wrapped
 from ckpt_engine.integrations.hf_resume import PREFIX, Resume, standing
 from ckpt_engine.integrations.hf_save import Desk, Work, replaced
 from ckpt_engine.metrics import MAX_METRICS, MAX_NAME_BYTES
 from ckpt_engine.reading import Reading
-from ckpt_engine.waits import Deadline
 
 BEST = "best_so_far"
 """The metric of checkpoints that the Trainer took for its best when it saved them; the newest of them is kept."""
@@ -228,7 +227,7 @@ class Run:
 
 def await_commits(core: Checkpointer, flying: Iterable[Handle]) -> None:
     """Wait, and say how far they are; a failure is told as the next save would (``on_error``)."""
-    deadline = Deadline(core.options.saver.commit_s + 60.0)
+    deadline = patience(core.options, None)
     for handle in flying:
         while not handle.done():
             try:
