@@ -61,10 +61,19 @@ def test_after_each_of_many_commits_the_newest_loads_whoever_is_slow(lab: Lab, k
     team.leave()
 
 
-def test_a_save_is_committed_before_what_it_makes_superfluous_is_gone_and_close_waits_for_that(lab: Lab) -> None:
+HELD = {
+    "the saver removes": {"verb": "unlink", "path": "global_step1/"},
+    "the saver has published, and tells later than the disk": {"verb": "rename", "path": "latest"},
+}
+
+
+@pytest.mark.parametrize("where", HELD)
+def test_a_save_is_committed_before_what_it_makes_superfluous_is_gone_and_close_waits_for_that(
+    lab: Lab, where: str
+) -> None:
     team = Team(lab, "a", keep_last=1).open()
     team.commit(1)
-    faults(lab, {"who": "saver", "verb": "unlink", "path": "global_step1/", "hold": True})
+    faults(lab, {"who": "saver", "hold": True, **HELD[where]})
     team.commit(2)
     until(lambda: hits(lab), 10)
     team.save(3)
@@ -84,19 +93,6 @@ def test_an_engine_that_is_closed_waits_for_no_retention_that_hangs(lab: Lab) ->
     until(lambda: hits(lab), 10)
     team.ok("close", timeout_s=0.5)
     faults(lab)
-    team.end()
-
-
-def test_close_waits_for_retention_though_the_disk_told_of_the_commit_first(lab: Lab) -> None:
-    team = Team(lab, "a", keep_last=1).open()
-    team.commit(1)
-    faults(lab, {"who": "saver", "verb": "rename", "path": "latest", "hold": True})
-    team.commit(2)  # its manifest is there
-    team.tell([0], "close")
-    assert team.ranks[0].silent(0.5)
-    faults(lab)
-    team.hear(0)
-    assert [name for name in os.listdir(lab.root) if name.startswith("global_step")] == ["global_step2"]
     team.end()
 
 
