@@ -43,10 +43,10 @@ soak: $(VENV)/package.stamp
 # The figures of README and docs/performance.md. RESULTS: where rows and pictures go.
 RESULTS ?= bench-results
 SWEEP ?= --most-tensors 2000
-PLAN ?= 10 100 1000 4000
+PLAN ?=
 bench: $(VENV)/package.stamp
 	mkdir -p $(RESULTS)
-	$(BIN)/python benchmarks/plan.py --tensors $(PLAN) --json $(RESULTS)/plan.json
+	$(BIN)/python benchmarks/plan.py $(PLAN) --json $(RESULTS)/plan.json
 	$(BIN)/python benchmarks/stall.py $(SWEEP) --json $(RESULTS)/stall.json --plot $(RESULTS)
 	$(BIN)/python benchmarks/steps.py --json $(RESULTS)/steps.json
 	$(BIN)/python benchmarks/persist.py --json $(RESULTS)/persist.json
@@ -55,7 +55,7 @@ bench: $(VENV)/package.stamp
 
 # The same, the sweeps up to 4 GiB and 20,000 tensors, and 1 to 8 ranks that hold 2 GiB in all.
 bench-full:
-	$(MAKE) bench SWEEP="--most-tensors 20000 --sizes 64 256 1024 4096" PLAN="10 100 1000 4000 20000"
+	$(MAKE) bench SWEEP="--most-tensors 20000 --sizes 64 256 1024 4096" PLAN="--tensors 10 100 1000 4000 20000"
 	$(BIN)/python benchmarks/scale.py --json $(RESULTS)/scale.json
 	$(BIN)/python benchmarks/report.py $(RESULTS)/*.json
 

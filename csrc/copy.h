@@ -68,7 +68,8 @@ inline void copy_piece(Piece& piece, const Kernel& kernel, bool with_crc) {
 }
 
 // Copies every range; returns the CRC of each, or nothing without `with_crc`. All bytes are globally visible when it
-// returns. `fresh`: nobody has touched the destinations. REQUIRES: ranges readable and writable, no overlap among destinations.
+// returns. `fresh`: nobody has touched the destinations. REQUIRES: ranges readable and writable, no overlap among
+// destinations.
 inline std::vector<uint32_t> copy_ranges(const std::vector<Range>& ranges, int threads, const Kernel& kernel,
                                          bool with_crc, bool fresh) {
     std::vector<Piece> pieces = cut(ranges);
