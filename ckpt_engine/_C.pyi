@@ -43,6 +43,11 @@ def address_of(data: Buffer) -> int:
 def scatter_u32(dst: Buffer, positions: Buffer, values: Buffer) -> None:
     """Write ``values[i]`` (uint32, little-endian) at byte ``positions[i]`` (uint64, any alignment) of ``dst``."""
 
+def free_of_links(path: str | bytes) -> bool:
+    """True if ``path`` exists, and neither it nor a directory on the way is a symbolic link; False if that is not so,
+    or cannot be asked here (before Linux 5.6).
+    """
+
 def hole_marker(
     bare: tuple[type, ...],
     asked: tuple[type, ...],

@@ -3,6 +3,7 @@
 #include "arguments.h"
 #include "copy.h"
 #include "holes.h"
+#include "paths.h"
 #include "populate.h"
 #include "writer.h"
 
@@ -92,6 +93,11 @@ std::string file_name(Object path) {
     return py::reinterpret_steal<py::bytes>(encoded);
 }
 
+bool free_of_links(Object path) {
+    const std::string name = file_name(path);
+    return without_gil([&] { return is_free_of_links(name); });
+}
+
 bool write_from(Object path, Object source, Object offset, Object nbytes, bool direct, Object chunk_bytes, Object threads,
                 Object mode, Object progress, Object progress_offset, Object limit) {
     const std::string name = file_name(path);
@@ -157,6 +163,7 @@ PYBIND11_MODULE(_C, m) {
           arg("direct") = true, arg("chunk_bytes") = 8 << 20, arg("threads") = 1, arg("mode") = 0666,
           arg("progress") = py::none(), arg("progress_offset") = 0, arg("limit") = py::none());
     m.def("read_file", read_into, arg("path"), arg("dst"), kw_only(), arg("offset"), arg("nbytes"), arg("threads") = 1);
+    m.def("free_of_links", free_of_links, arg("path"));
     m.def("hole_marker", hole_marker, arg("bare"), arg("asked"), arg("order"), arg("mark"), arg("ask"));
     py::class_<Populate>(m, "Populate")
         .def(py::init<Object, Object, Object>(), arg("buffer"), kw_only(), arg("offset") = 0, arg("nbytes") = -1)

@@ -134,10 +134,10 @@ class PosixStorage(Storage):
 
     def read_small(self, path: str, limit: int) -> bytes | None:
         with _translated("read", path, quiet=_ABSENT), _opened(path) as fd:
-            if os.fstat(fd).st_size > limit:
+            if (nbytes := os.fstat(fd).st_size) > limit:
                 raise OSError(errno.EFBIG, f"more than {limit} bytes", path)
             data = bytearray()
-            while piece := os.read(fd, limit + 1 - len(data)):
+            while piece := os.read(fd, nbytes + 1):  # it may grow
                 data += piece
                 if len(data) > limit:
                     raise OSError(errno.EFBIG, f"more than {limit} bytes", path)
@@ -214,7 +214,7 @@ def _refuse_links(*paths: str) -> None:
     Roots are real paths, so such a link was put there by others. Who may do that at the very instant wins the race.
     """
     for folder in map(os.path.dirname, map(os.path.abspath, paths)):
-        if os.path.realpath(folder) != folder:
+        if not _C.free_of_links(folder) and os.path.realpath(folder) != folder:
             raise OSError(errno.ELOOP, "a link in place of a directory", folder)
 
 
