@@ -6,13 +6,14 @@ So a reader always finds one whole record, even if the writer was killed in the 
     0     magic "CKPTPAGE"
     8     uint64 counter: copy (counter & 1) is current, 0 = nothing written yet
     16    uint64 wish of others: the epoch of the saver that is asked to leave
-    4096  copy 0: uint32 length, uint32 CRC-32, msgpack without what has its default
+    4096  copy 0: uint32 length, uint32 CRC-32, msgpack without what has its default; of each outcome apart, as bytes
     34816 copy 1
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import struct
 import threading
 import zlib
@@ -27,13 +28,14 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.record import require
 from ckpt_engine.states import Order
 
-PROTOCOL = f"{__version__}/2"
+PROTOCOL = f"{__version__}/3"
 """Ranks and saver must agree on this text; it changes with the layout of slots, pages or messages."""
 
 _MAGIC = b"CKPTPAGE"
 _NBYTES = 65536
 _COPY = 30720  # 64 outcomes; the two longest paths there are
 _HEAD = struct.Struct("<II")
+_MOST_KNOWN = 256  # outcomes, packed and unpacked: most of a ring was in the ring before
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,23 @@ _T = TypeVar("_T", RankPage, SaverPage)
 
 
 def _pack(record: Any) -> bytes:
-    packed: bytes = msgpack.packb(record, default=_without_defaults, unicode_errors="surrogateescape")
+    packed: bytes = msgpack.packb(record, default=_plain, unicode_errors="surrogateescape")
     return packed
+
+
+def _plain(record: Any) -> bytes | dict[str, Any]:
+    return _packed(record) if type(record) is Outcome else _without_defaults(record)
+
+
+@functools.lru_cache(_MOST_KNOWN)
+def _packed(outcome: Outcome) -> bytes:
+    packed: bytes = msgpack.packb(_without_defaults(outcome), unicode_errors="surrogateescape")
+    return packed
+
+
+@functools.lru_cache(_MOST_KNOWN)
+def _outcome(packed: bytes) -> Outcome:
+    return _revive(Outcome, msgpack.unpackb(packed, unicode_errors="surrogateescape"))  # type: ignore[no-any-return]
 
 
 def _without_defaults(record: Any) -> dict[str, Any]:
@@ -106,7 +123,7 @@ def _revive(kind: type[Any], values: Any) -> Any:
     require(type(values) is dict, "not a record")
     clean = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items() if key in known}
     if kind is SaverPage:
-        clean["outcomes"] = tuple(_revive(Outcome, item) for item in clean.get("outcomes", ()))
+        clean["outcomes"] = tuple(map(_outcome, clean.get("outcomes", ())))
     record = kind(**clean)
     for spec in fields(kind):
         require(_SOUND[spec.type](getattr(record, spec.name)), f"{spec.name} is not {spec.type}")
@@ -135,6 +152,7 @@ class Page:
     def __init__(self, mapping: shm.Mapping) -> None:
         self._mapping = mapping
         self._mutex = threading.Lock()
+        self._last: tuple[int, Any] = (0, None)  # counter and record: the same counter, the same record
 
     @classmethod
     def own(cls, name: str) -> Page:
@@ -182,13 +200,17 @@ class Page:
             counter = _C.load(self._mapping.memory, 8)
             if counter == 0:
                 return None
+            seen, record = self._last
+            if counter == seen and type(record) is kind:
+                return record
             start = 4096 + (counter & 1) * _COPY
             length, crc = _HEAD.unpack_from(self._mapping.memory, start)
             data = self._mapping.memory[start + _HEAD.size : start + _HEAD.size + min(length, _COPY)]
             if zlib.crc32(data) == crc and len(data) == length:
                 with contextlib.suppress(ValueError, TypeError, RecursionError, msgpack.UnpackException):
-                    values = msgpack.unpackb(data, unicode_errors="surrogateescape")
-                    return _revive(kind, values)  # type: ignore[no-any-return]
+                    found: _T = _revive(kind, msgpack.unpackb(data, unicode_errors="surrogateescape"))
+                    self._last = (counter, found)
+                    return found
             if _C.load(self._mapping.memory, 8) == counter:
                 return None
         return None

@@ -43,6 +43,18 @@ def test_sixty_four_outcomes_with_long_reasons_stay_in_the_ring(page: Page) -> N
     assert page.read(SaverPage) == record
 
 
+def test_a_record_is_read_once_and_again_when_it_has_changed(page: Page) -> None:
+    reader = Page.find(NAME)
+    assert reader is not None
+    for rank in range(4):
+        page.write(RankPage(rank=rank))
+        first = reader.read(RankPage)
+        assert first == RankPage(rank=rank) and reader.read(RankPage) is first
+    assert reader.read(SaverPage) == SaverPage(), "the same bytes as another kind"
+    assert reader.read(RankPage) == RankPage(rank=3)
+    reader.close()
+
+
 def test_a_record_that_cannot_fit_is_refused_and_the_old_one_stays(page: Page) -> None:
     page.write(RankPage(rank=1))
     with pytest.raises(CkptError, match="does not fit"):
