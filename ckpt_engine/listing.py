@@ -5,6 +5,7 @@ A root is read by listing it, never by ``latest``. Damage is an answer, not an e
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from ckpt_engine.storage.base import Storage, is_missing
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+
+_KEPT, _KEPT_BYTES = 16, 4 << 20
+"""How many parsed manifests are kept, and how long they may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,15 @@ def manifest_or_none(storage: Storage, commit_dir: str, node: int | None) -> Man
 
 def read_manifest_at(storage: Storage, path: str) -> Manifest | None:
     data = storage.read_small(path, MAX_RECORD_BYTES)
-    return None if data is None else Manifest.from_bytes(data, path)
+    if data is None:
+        return None
+    return _parsed(data, path) if len(data) <= _KEPT_BYTES else Manifest.from_bytes(data, path)
+
+
+@functools.lru_cache(_KEPT)
+def _parsed(data: bytes, path: str) -> Manifest:
+    """Each commit reads the manifests there are several times, and most of them have not changed."""
+    return Manifest.from_bytes(data, path)
 
 
 def list_committed(storage: Storage, root: str) -> Listing:
