@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ckpt_engine import image, pins
@@ -69,6 +70,7 @@ class Checkpointer:
         self.guards = Guards(options.staging, self.guard)
         self.lanes = Lanes(local_ranks=local_world)
         self.late: Late | None = None
+        self.copier = ThreadPoolExecutor(1, "ckpt-engine-copy")  # its thread comes with the first late save, and stays
         self._caches: dict[str, image.PlanCache] = {}
         self.outbox = Outbox()
         self._seq = 0
@@ -347,6 +349,7 @@ class Checkpointer:
     def _let_go(self, *, goodbye: bool) -> None:
         self._closed = True
         self.guards.close()
+        self.copier.shutdown(wait=False)  # after what it has begun
 
         def leave() -> None:
             self.buffers.close()

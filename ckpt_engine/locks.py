@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import struct
 import threading
 from pathlib import Path
@@ -136,13 +137,16 @@ def holder(path: Path) -> int | None:
 
 def make_run_dir(path: Path) -> None:
     """Create the run directory, 0700 and ours. Raises ConfigError if somebody else made it."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
     try:
         status = os.lstat(path)
     except FileNotFoundError:
-        return  # a retiring saver removed it just now; the caller tries again
-    if not os.path.isdir(path) or os.path.islink(path) or status.st_uid != os.geteuid():
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            return  # a retiring saver removed it just now; the caller tries again
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise ConfigError(f"{path} exists and is not a directory of uid {os.geteuid()}: remove it")
     if status.st_mode & 0o077:
         raise ConfigError(f"{path} is open to others (mode {status.st_mode & 0o777:o}): remove it")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -44,7 +45,7 @@ class Work(Protocol):
 
 
 class Late:
-    """The rest of one save, done in a thread of its own."""
+    """The rest of one save, done in another thread."""
 
     def __init__(self, work: Work, threads: int) -> None:
         self.work = work
@@ -58,9 +59,9 @@ class Late:
         self._mutex = threading.RLock()
         self._afterwards: list[Callable[[], None]] = []
 
-    def start(self) -> None:
+    def start(self, copier: Executor) -> None:
         try:
-            threading.Thread(target=self._run, name="ckpt-engine-copy", daemon=False).start()
+            copier.submit(self._run)
         except RuntimeError:  # no thread to be had
             self._run()
 

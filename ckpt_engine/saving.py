@@ -79,15 +79,14 @@ class Saving:
             self._handle = handle = core.handle(staged, entry.commit_dir if entry.storage else "")
             if entry.storage:
                 core.outbox.add(handle)
-            core.link.look_after_saver()
-            if entry.storage and not fill.late_bytes:
-                self._queue(handle)
+            if not fill.late_bytes:
+                self._hand_over(handle)
         except BaseException as error:  # Ctrl-C, too: nobody would bring it to an end
             self.fail(error)
             raise
         if fill.late_bytes:
             core.late = Late(self, core.threads)
-            core.late.start()
+            core.late.start(core.copier)
         return handle
 
     @property
@@ -111,8 +110,7 @@ class Saving:
     def seal(self) -> None:
         """A snapshot from here on; a storage save goes to the saver."""
         self._seal()
-        if self._handle is not None and self._entry.storage:
-            self._queue(self._handle)
+        self._hand_over(self.handle)
 
     def fail(self, error: BaseException) -> None:
         """Give the slot back and tell the node, and whoever holds the handle."""
@@ -145,6 +143,11 @@ class Saving:
         with span("seal", step=entry.attempt.step, attempt=entry.attempt.id):
             seal(self._slot, core.header(entry, table))
         core.link.say(outcome="sealed")
+
+    def _hand_over(self, handle: Handle) -> None:
+        self._core.link.look_after_saver()
+        if self._entry.storage:
+            self._queue(handle)
 
     def _queue(self, handle: Handle) -> None:
         """Hand a sealed snapshot to the saver. Storage trouble fails the handle, never the training loop."""

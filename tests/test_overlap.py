@@ -342,6 +342,27 @@ def test_where_no_thread_can_be_had_the_save_blocks(engine: CheckpointEngine, mo
     assert slots_in(engine, State.READY) == 1
 
 
+def test_one_thread_copies_for_all_saves_and_ends_with_its_engine(tmp_path: Path) -> None:
+    training, seen = Training(), set()
+
+    def note(event: Event) -> None:
+        if event.name == "copy":
+            seen.add(threading.current_thread())
+
+    with engine_in(tmp_path) as engine:
+        engine.guard(training.optimizer)
+        remove = events.add_hook(note)
+        try:
+            for step in range(1, 4):
+                engine.save_to_memory(step, training.state())
+                training.optimizer.step()
+        finally:
+            remove()
+    (thread,) = seen
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_auto_copies_a_small_state_at_once_and_a_large_one_late(tmp_path: Path) -> None:
     held = {"small": torch.ones(1000), "large": torch.ones(5 << 20)}
     node = {"node_id": str(tmp_path), "saver": SaverOptions(linger_s=0.0)}

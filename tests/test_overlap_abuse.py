@@ -20,6 +20,7 @@ from test_overlap import Training, engine_in, gated, slots_in
 from ckpt_engine import CheckpointEngine, SaverOptions, events
 from ckpt_engine.errors import ConfigError, StagingError
 from ckpt_engine.events import Event
+from ckpt_engine.handles import Handle, Outbox
 from ckpt_engine.integrations.deepspeed_shim import owned_by
 from ckpt_engine.states import State
 
@@ -166,6 +167,10 @@ def test_a_save_that_is_interrupted_has_ended_and_nobody_waits_for_it(
     def interrupt() -> None:
         raise KeyboardInterrupt
 
+    def add_and_interrupt(handle: Handle) -> None:
+        Outbox.add(engine._core.outbox, handle)
+        interrupt()
+
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -181,7 +186,7 @@ def test_a_save_that_is_interrupted_has_ended_and_nobody_waits_for_it(
             patch.setattr(threading.Thread, "start", refuse)
             patch.setattr("ckpt_engine.saving.Saving.copy", lambda *_: interrupt())
         else:
-            patch.setattr(engine._core.link, "look_after_saver", interrupt)
+            patch.setattr(engine._core.outbox, "add", add_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.save_to_storage(1, training.state())
     assert slots_in(engine, State.FILLING) == 0
@@ -206,7 +211,7 @@ def test_who_is_interrupted_in_close_lets_go_of_its_slots_when_the_copy_is_over(
             with pytest.raises(KeyboardInterrupt):
                 engine.close(timeout_s=10)
             assert engine._core.link._own.held, "another life could fill the slot that is being filled"
-            copying = next(one for one in threading.enumerate() if one.name == "ckpt-engine-copy")
+            copying = next(one for one in threading.enumerate() if one.name.startswith("ckpt-engine-copy"))
     finally:
         signal.signal(signal.SIGALRM, before)
     copying.join(10)
