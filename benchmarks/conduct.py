@@ -29,9 +29,12 @@ from rows import Rows, median, pick
 
 OURS, RAW = "ckpt_engine, memory", "raw: "
 BASE = ("ours:Blocking", "ours:RawCopy")
-"""In every batch."""
+"""In every batch, ..."""
+AGAIN = (OURS, "raw: bare kernel")
+"""... but in later ones only these rows, and only their saves."""
 PEERS = HERE.parent / ".venv-peers"
 TRACED = "fsync,fdatasync,syncfs,sync,write,pwrite64,writev,pwritev,pwritev2"
+STRACE = ["strace", "-f", "-qq", "-y", "-s", "0", "-e", f"trace={TRACED}"]
 SYNCED = 0.9
 """Durable is a save of which at least this share of the state was written to files that were synced afterwards."""
 KEPT_MIB, KEPT_TENSORS = 256, 64
@@ -42,13 +45,16 @@ KEPT_MIB, KEPT_TENSORS = 256, 64
 class Plan:
     """How many rounds, and what is measured beside them.
 
-    pressed, busy: rounds of these. every, saves: of a pressed round. steps: without a save, before each save.
-    prepared_s: how long the first save comes after the start at least.
+    others: rounds of what is neither ours nor a bare copy; 0: as many as of these. pressed, busy: rounds of these.
+    every, saves: of a pressed round. steps: without a save, before each save. prepared_s: how
+    long the first save comes after the start at least.
     """
 
     repeats: int = 7
+    others: int = 0
     pressed: int = 0
     busy: int = 0
+    weighed: bool = False
     verified: bool = False
     killed: bool = False
     fio: bool = False
@@ -125,7 +131,7 @@ class Job:
         found = [list(base)]
         for spec in others:
             if self.need_mib([*found[-1], spec]) > free:
-                found.append(list(base))
+                found.append(narrow(base, AGAIN.__contains__))
             found[-1].append(spec)
         return [batch for batch in found if batch]
 
@@ -155,6 +161,7 @@ class Batch:
         self.crews: list[Crew] = []
         self.out: set[str] = set()
         self.memory: dict[str, float] = {}
+        self.again = set(AGAIN if facts["batch"] else ())
         self.first: dict[str, float] = {}
 
     def run(self) -> None:
@@ -167,12 +174,13 @@ class Batch:
                     with self.may_fail(crew):
                         begun.result()
                         self.crews.append(crew)
-            time.sleep(self.plan.prepared_s)
+            if not self.again:
+                time.sleep(self.plan.prepared_s)
             for crew in list(self.crews):
                 with self.may_fail(crew):
                     self.warm_up(crew)
             for repeat in range(self.plan.repeats):
-                self.in_turns(repeat, self.save)
+                self.in_turns(repeat, self.save, partial(self.takes_part, repeat))
                 if self.plan.fio:
                     self.fio(repeat)
             for repeat in range(self.plan.pressed):
@@ -180,7 +188,7 @@ class Batch:
             for repeat in range(self.plan.busy):
                 self.in_turns(repeat, self.busy, self.goes_on)
             if self.plan.verified:
-                self.in_turns(0, self.verify, lambda name: not (self.plan.busy and self.goes_on(name)))
+                self.in_turns(0, self.verify, self.to_verify)
         if self.plan.killed:
             self.kill_and_trace()
         self.sum_up()
@@ -216,32 +224,37 @@ class Batch:
                     settle()
                     what(crew, name, variant, repeat)
 
+    def takes_part(self, repeat: int, name: str) -> bool:
+        return repeat < (self.plan.others or self.plan.repeats) or name.startswith((RAW, "ckpt_engine"))
+
     def goes_on(self, name: str) -> bool:
-        """True of a system that was still at work when its call had returned."""
-        return any(
-            row["lag_ms"] > row["call_ms"] for row in pick(self.rows.rows, kind="save", **self.facts, system=name)
-        )
+        """True of a system that was still at work when its call had returned, and was not in an earlier batch."""
+        saves = pick(self.rows.rows, kind="save", **self.facts, system=name)
+        return name not in self.again and any(row["lag_ms"] > row["call_ms"] for row in saves)
+
+    def to_verify(self, name: str) -> bool:
+        """True unless ``busy`` has done it, or an earlier batch."""
+        return name not in self.again and not (self.plan.busy and self.goes_on(name))
 
     def begin(self, crew: Crew) -> None:
         crew.ask("make")
-        before = crew.memory_mib()
+        if self.plan.weighed:
+            self.memory[crew.spec.target] = -crew.memory_mib()
         crew.ask("start")
-        self.memory[crew.spec.target] = -before
 
     def warm_up(self, crew: Crew) -> None:
-        """The first save is told apart; memory is read during the second, which is not timed."""
+        """The first save is told apart; memory is read during one more, which is not timed."""
         crew.ask("plain", n=3)
-        samples = [0.0]
         for name, variant in zip(crew.spec.names, crew.spec.variants, strict=True):
             step = crew.next_step()
             self.first[name] = most(crew.ask("save", step=step, variant=variant), "blocking_ms")
             crew.ask("forget", step=step)
+        if self.plan.weighed:
             with crew.watched() as seen:
                 step = crew.next_step()
                 crew.ask("save", step=step)
             crew.ask("forget", step=step)
-            samples += seen
-        self.memory[crew.spec.target] += max(samples)
+            self.memory[crew.spec.target] += max(seen, default=0.0)
 
     def save(self, crew: Crew, name: str, variant: str, repeat: int) -> None:
         plain = crew.ask("plain", n=self.plan.steps)
@@ -306,55 +319,39 @@ class Batch:
     # -- a SIGKILL -----------------------------------------------------------------------------------------------
 
     def kill_and_trace(self) -> None:
-        """Two at a time: nothing is timed any more."""
-        work: list[Callable[[], None]] = []
-        for spec in self.specs:
-            for name, variant in zip(spec.names, spec.variants, strict=True):
-                if name in self.out or name.startswith(RAW):
-                    continue
-                work.append(partial(self.kill, spec, name, variant))
-                if pick(self.rows.rows, kind="save", **self.facts, system=name)[-1]["persistent"]:
-                    work.append(partial(self.trace, spec, name, variant))
+        """Two at a time: nothing is timed any more. What is in several batches dies in the first one."""
+        doomed = [
+            partial(self.doom, spec, name, variant)
+            for spec in self.specs
+            for name, variant in zip(spec.names, spec.variants, strict=True)
+            if name not in self.out | self.again and not name.startswith(RAW)
+        ]
         with ThreadPoolExecutor(2) as pool:
-            for done in [pool.submit(one) for one in work]:
+            for done in [pool.submit(one) for one in doomed]:
                 done.result()
 
-    def trace(self, spec: Spec, name: str, variant: str) -> None:
-        """What a save has synced of its files: seen from outside, whatever the system says of itself."""
-        if shutil.which("strace") is None:
-            return
-        work = self.work / f"traced-{spec.target}-{variant}".replace(" ", "_")
-        log = self.work / f"{work.name}.strace"
-        under = ["strace", "-f", "-qq", "-y", "-s", "0", "-e", f"trace={TRACED}", "-o", str(log)]
-        setting = dataclasses.replace(self.setting, mib=min(16, self.setting.mib), tensors=4)
-        with Crew(spec, setting, work, under=under) as crew:
-            try:
-                for command in ("make", "start"):
-                    crew.ask(command)
-                crew.ask("save", step=1, variant=variant)
-                before = len(log.read_text().splitlines())
-                crew.ask("save", step=2)
-            except NotRun as error:
-                self.rows.add(kind="trace", **self.facts, system=name, syncs=None, why=str(error))
-                return
-            calls = log.read_text().splitlines()[before:]
-        syncs, nbytes = synced(calls, f"{work}/")
-        safe = nbytes >= SYNCED * setting.mib * 2**20
-        self.rows.add(kind="trace", **self.facts, system=name, syncs=syncs, synced_bytes=nbytes, safe=safe, why="")
+    def doom(self, spec: Spec, name: str, variant: str) -> None:
+        """Right after a save has returned everything is killed; then a new process looks for that save.
 
-    def kill(self, spec: Spec, name: str, variant: str) -> None:
-        """Right after a save has returned everything is killed; then a new process looks for that save."""
-        setting = dataclasses.replace(
-            self.setting, mib=min(KEPT_MIB, self.setting.mib), tensors=min(KEPT_TENSORS, self.setting.tensors)
-        )
+        What the save before it synced was seen by strace, whatever the system says of itself.
+        """
+        mib, tensors = min(KEPT_MIB, self.setting.mib), min(KEPT_TENSORS, self.setting.tensors)
+        setting = dataclasses.replace(self.setting, mib=mib, tensors=tensors, multiplications=1)
         work = self.work / f"killed-{spec.target}-{variant}".replace(" ", "_")
-        with Crew(spec, setting, work) as crew:
+        log = self.work / f"{work.name}.strace"
+        under = [*STRACE, "-o", str(log)] if shutil.which("strace") else []
+        with Crew(spec, setting, work, under=under) as crew:
             try:
                 for command in ("make", "start"):
                     crew.ask(command)
                 crew.ask("plain", n=2)
                 crew.ask("save", step=1, variant=variant)
-                kept = crew.ask("kept", step=2)
+                if under:
+                    before = len(log.read_text().splitlines())
+                    persistent = crew.ask("save", step=2)[0]["persistent"]
+                    if persistent:
+                        self.traced(name, log.read_text().splitlines()[before:], work, setting)
+                kept = crew.ask("kept", step=3)
             except NotRun as error:
                 self.rows.add(kind="not run", **self.facts, system=name, reason=f"before the kill: {error}")
                 return
@@ -363,12 +360,17 @@ class Batch:
                 try:
                     for command in ("make", "start"):
                         after.ask(command)
-                    answers = after.ask("verify", step=2, updates=kept[0]["updates"], variant=variant)
+                    answers = after.ask("verify", step=3, updates=kept[0]["updates"], variant=variant)
                     found = next((one for one in answers if one["found"] != "ok"), answers[0])
                     verdict, why = found["found"], found["why"]
                 except NotRun as error:
                     verdict, why = "lost", str(error)
         self.rows.add(kind="kill", **self.facts, system=name, found=verdict, why=why, survives=verdict == "ok")
+
+    def traced(self, name: str, calls: list[str], work: Path, setting: Setting) -> None:
+        syncs, nbytes = synced(calls, f"{work}/")
+        safe = nbytes >= SYNCED * setting.mib * 2**20
+        self.rows.add(kind="trace", **self.facts, system=name, syncs=syncs, synced_bytes=nbytes, safe=safe)
 
     # -- the sum -------------------------------------------------------------------------------------------------
 
@@ -389,7 +391,7 @@ class Batch:
                     self.rows.add(
                         kind="summary", **self.facts, system=name, repeats=self.plan.repeats,
                         to_ours=times[name] / ours, to_raw=times[name] / raw,
-                        first_ms=self.first[name], memory_mib=self.memory[spec.target],
+                        first_ms=self.first[name], memory_mib=self.memory.get(spec.target),
                         **summary(rows, name),
                     )  # fmt: skip
         if found := pick(rows, kind="fio"):
@@ -421,8 +423,7 @@ def summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
         found["verdict"] = next((verdict for verdict in verdicts if verdict != "ok"), "ok")
     if kills := pick(rows, kind="kill", system=name):
         found["survives_kill"] = all(row["survives"] for row in kills)
-    traced = [row for row in pick(rows, kind="trace", system=name) if row["syncs"] is not None]
-    if traced:
+    if traced := pick(rows, kind="trace", system=name):
         found["syncs"], found["fsynced"] = traced[-1]["syncs"], traced[-1]["safe"]
     return found
 

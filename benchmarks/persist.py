@@ -1,6 +1,6 @@
 """How fast a slot becomes durable files, against what the disk can do: in turns, medians.
 
-    python benchmarks/persist.py [--mib 1024] [--files 1 200] [--repeats 7] [--json FILE]
+    python benchmarks/persist.py [--mib 1024] [--files 1 200] [--repeats 5] [--json FILE]
 
 fio      direct writes of a new file, the same block size as ours and fsync at the end, for several queue depths
 writer   the native writer, as the saver calls it for one file, from the same slot: GB/s, and CPU seconds per GB
@@ -229,6 +229,7 @@ def show(found: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common_options(parser)
+    parser.set_defaults(repeats=5)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--files", type=int, nargs="+", default=[1, 200])
     args = parser.parse_args()

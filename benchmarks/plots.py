@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rows import Row, of_one_run, pick, read
+from rows import Row, of_one_run, pick, read, swept
 
 OURS, RIVAL, BARE = "#1b6ca8", "#9a9a9a", "#d98b2b"
 
@@ -58,7 +58,7 @@ def timeline(rows: list[Row], axes: Any) -> bool:
 
 def sweep(part: str, key: str, label: str) -> Callable[[list[Row], Any], bool]:
     def draw_it(rows: list[Row], axes: Any) -> bool:
-        found = [row for row in pick(rows, kind="summary", part=part) if "blocking_ms" in row]
+        found = [row for row in swept(rows, part) if "blocking_ms" in row]
         if not found:
             return False
         for name in dict.fromkeys(row["system"] for row in found):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rows import Row, of_one_run, pick, read
+from rows import Row, of_one_run, pick, read, swept
 
 MEMORY, STORAGE = "ckpt_engine, memory", "ckpt_engine, storage"
 OVERLAP = "ckpt_engine, overlap, storage"
@@ -221,12 +221,9 @@ def hardware(rows: list[Row]) -> str:
 
 def systems_table(rows: list[Row], part: str = "systems", *, brief: bool = False) -> str:
     found = Comparison(rows, part)
-    seen: set[str] = set()
-    lines = []
-    for row in sorted(found.rows, key=lambda row: (row["system"] == "fio", row.get("blocking_ms") or 0)):
-        if row["system"] not in seen:
-            seen.add(row["system"])
-            lines.append(system_line(row))
+    seen = {row["system"]: row for row in reversed(found.rows)}  # in several batches: of the first, which has all of it
+    order = sorted(seen.values(), key=lambda row: (row["system"] == "fio", row.get("blocking_ms") or 0))
+    lines = [system_line(row) for row in order]
     header = ["", "blocks, ms", "× ours", "× raw copy", "step, ms", "durable after, ms", "fsync", "every 4 steps, ms"]
     header += ["steps beside, %", "memory, MiB", "SIGKILL after the call", "loaded"]
     for name, reason in found.left_out.items():
@@ -268,7 +265,7 @@ def system_line(row: Row) -> list[str]:
 
 def sweep_table(rows: list[Row], part: str, key: str) -> str:
     """Blocking milliseconds: a line for each system, a column for each value of ``key``."""
-    found = pick(rows, kind="summary", part=part)
+    found = swept(rows, part)
     values = sorted({row[key] for row in found})
     names = list(dict.fromkeys(row["system"] for row in found))
     lines = []

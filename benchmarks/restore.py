@@ -1,6 +1,6 @@
 """How fast a state comes back, from memory and from disk, against bare copies, the disk and torch.load: medians.
 
-    python benchmarks/restore.py [--mib 1024] [--tensors 64] [--repeats 7] [--json FILE]
+    python benchmarks/restore.py [--mib 1024] [--tensors 64] [--repeats 5] [--json FILE]
 
 From disk everything is read *cold* (the file is dropped from the page cache before) and *warm* (all of it is there):
 
@@ -145,6 +145,7 @@ def summaries(rows: Rows) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common_options(parser)
+    parser.set_defaults(repeats=5)
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=64)
     args = parser.parse_args()

@@ -52,6 +52,17 @@ def pick(rows: list[Row], **facts: Any) -> list[Row]:
     return [row for row in rows if all(row.get(key) == value for key, value in facts.items())]
 
 
+def swept(rows: list[Row], part: str) -> list[Row]:
+    """The summaries of a sweep, and those of the same systems in "systems", whose setting is one of its points."""
+    found = pick(rows, kind="summary", part=part)
+    names = {row["system"] for row in found}
+    settings = {(row["mib"], row["tensors"]) for row in found}
+    once = {
+        row["system"]: row for row in reversed(pick(rows, kind="summary", part="systems")) if row["system"] in names
+    }
+    return found + [row for row in once.values() if (row["mib"], row["tensors"]) not in settings]
+
+
 def read(files: Sequence[str]) -> list[Row]:
     """The rows of some ``--json`` files."""
     return [json.loads(line) for file in files for line in Path(file).read_text().splitlines() if line.strip()]

@@ -32,8 +32,6 @@ from conduct import OURS, RAW, Job, Plan, everything, narrow, specs_of, usable_m
 from crew import Setting, Spec
 from rows import Row, Rows, common_options, pick, scratch, table
 
-FEW = ("ours:Blocking", "ours:Overlap", "ours:RawCopy", "systems:TorchSave")
-"""With two ranks, and beside stage 2."""
 OVERLAPPED = "ckpt_engine, overlap, memory"
 """In a sweep, beside ours, the bare copies and ``torch.save``, which share one process and its state there."""
 STEP_MS, STEP_MS_PER_MIB = 40.0, 0.25
@@ -62,44 +60,60 @@ def setting(args: argparse.Namespace, **other: int) -> Setting:
 
 def systems(rows: Rows, args: argparse.Namespace) -> list[Job]:
     specs = only(args, everything(rows, "systems", peers=args.peers))
-    plan = Plan(repeats=args.repeats, pressed=1, busy=1, verified=True, killed=True, fio=True, saves=4, prepared_s=5)
+    plan = Plan(
+        repeats=args.repeats, pressed=1, busy=1, weighed=True, verified=True, killed=True, fio=True, saves=4,
+        prepared_s=5,
+    )  # fmt: skip
     return [Job(part="systems", specs=specs, setting=setting(args), plan=plan)]
 
 
 def ranks(rows: Rows, args: argparse.Namespace) -> list[Job]:
     plan = Plan(repeats=min(5, args.repeats), verified=True)
-    return [Job(part="ranks", specs=few(args), setting=setting(args, ranks=2, threads=1), plan=plan)]
+    specs = only(args, specs_of("ours"))
+    return [Job(part="ranks", specs=specs, setting=setting(args, ranks=2, threads=1), plan=plan)]
 
 
 def beside(rows: Rows, args: argparse.Namespace) -> list[Job]:
     """The figure for as many threads as there are cores comes with "systems"."""
     plan = Plan(repeats=1, busy=min(5, args.repeats))
-    return [Job(part="beside", specs=few(args), setting=setting(args, threads=1), plan=plan)]
+    specs = narrow(specs_of("ours"), lambda name: "storage" in name)
+    return [Job(part="beside", specs=only(args, specs), setting=setting(args, threads=1), plan=plan)]
 
 
 def sizes(rows: Rows, args: argparse.Namespace) -> list[Job]:
-    ladder = args.sizes or [mib for mib in (64, 256) if mib < args.mib] + [args.mib]
-    return [sweep("sizes", setting(args, mib=mib), args, "dcp.async_save, thread") for mib in ladder]
+    ladder = args.sizes or [*(mib for mib in (64, 256) if mib < args.mib), args.mib]
+    return [
+        sweep("sizes", setting(args, mib=mib), args, "dcp.async_save, thread")
+        for mib in ladder
+        if mib != args.mib or not with_systems(args)
+    ]
 
 
 def tensors(rows: Rows, args: argparse.Namespace) -> list[Job]:
-    ladder = [number for number in (1, 10, 100, 2000, 20000) if number <= args.most_tensors]
-    return [sweep("tensors", setting(args, tensors=number), args) for number in ladder]
+    ladder = [number for number in (1, 10, args.tensors, 2000, 20000) if number <= args.most_tensors]
+    return [
+        sweep("tensors", setting(args, tensors=number), args)
+        for number in ladder
+        if number != args.tensors or not with_systems(args)
+    ]
+
+
+def with_systems(args: argparse.Namespace) -> bool:
+    """Then a sweep leaves out the setting that is measured there (see ``rows.swept``)."""
+    return not args.parts or "systems" in args.parts
 
 
 def sweep(part: str, one: Setting, args: argparse.Namespace, *more: str) -> Job:
     """``more``: rows beside the usual ones. Where several states do not fit, only what shares one is there."""
     together, rows = specs_of("ours", listed="LARGE"), (OVERLAPPED, *more)
     others = narrow(specs_of("ours") + specs_of("systems"), lambda name: name in rows)
-    job = Job(part=part, specs=only(args, together + others), setting=one, plan=Plan(repeats=args.sweep_repeats))
+    job = Job(
+        part=part, specs=only(args, together + others), setting=one, plan=Plan(repeats=args.sweep_repeats, others=3)
+    )
     return job if job.need_mib(job.specs) <= usable_mib() else replace(job, specs=only(args, together))
 
 
 PARTS = {"systems": systems, "ranks": ranks, "beside": beside, "sizes": sizes, "tensors": tensors}
-
-
-def few(args: argparse.Namespace) -> list[Spec]:
-    return only(args, [spec for spec in specs_of("ours") + specs_of("systems") if spec.target in FEW])
 
 
 def only(args: argparse.Namespace, specs: Sequence[Spec]) -> list[Spec]:
@@ -175,7 +189,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=64)
     parser.add_argument("--most-tensors", type=int, default=2000, help="where the sweep of tensors ends")
     parser.add_argument("--sizes", type=int, nargs="*", default=[], metavar="MIB", help="of the sweep of sizes")
-    parser.add_argument("--sweep-repeats", type=int, default=3, help="rounds of sizes and tensors")
+    parser.add_argument("--sweep-repeats", type=int, default=5, help="rounds of sizes and tensors")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch, in every system")
     parser.add_argument("--step-ms", type=float, default=0, help="forward and backward (by the size of the state)")
     parser.add_argument("--peers", action="store_true", help="with the rivals that have environments in .venv-peers")

@@ -272,9 +272,7 @@ class DcpProcess(DcpAsync):
 
 
 class DcpProcessShm(DcpProcess):
-    """The process, and a stager that copies into shared memory which both keep."""
-
-    asynchronous = False
+    """The process, and a stager whose thread copies into shared memory that both keep; the optimizer waits for it."""
 
     def start(self, state: State) -> None:
         super().start(state)
@@ -284,7 +282,7 @@ class DcpProcessShm(DcpProcess):
             StagingOptions(
                 use_pinned_memory=False,  # both need CUDA
                 use_shared_memory=True,
-                use_async_staging=self.asynchronous,
+                use_async_staging=True,
                 use_non_blocking_copy=False,
             )
         )
@@ -293,18 +291,11 @@ class DcpProcessShm(DcpProcess):
         self.options["async_stager"].close()
 
 
-class DcpProcessShmAsync(DcpProcessShm):
-    """The same, staged by a thread: the optimizer waits for it (``guard``)."""
-
-    asynchronous = True
-
-
 SYSTEMS = [
     ("torch.save", "TorchSave"),
     ("dcp.save", "DcpSync"),
     ("dcp.async_save, thread", "DcpAsync"),
     ("dcp.async_save, process", "DcpProcess"),
-    ("dcp.async_save, process, shm", "DcpProcessShm"),
-    ("dcp.async_save, process, shm, async staging", "DcpProcessShmAsync"),
+    ("dcp.async_save, process, shm, async staging", "DcpProcessShm"),
 ]
 """The rows, and the classes that make them: every module with systems has such a list."""
