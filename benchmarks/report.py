@@ -23,6 +23,8 @@ STOCK, ATTACHED = "DeepSpeed save_checkpoint", "DeepSpeed with ckpt_engine, stor
 THREAD, SHM = "dcp.async_save, thread", "dcp.async_save, process, shm, async staging"
 OWN = ("ckpt_engine", "raw: ", "fio", "DeepSpeed with ckpt_engine")
 SHORT = "**falls short**"
+FROM_MIB = 1024
+"""Smaller states have no target against the raw copy: there the fixed cost of a save counts (``plan.py``)."""
 BEGIN, END = "<!-- performance -->", "<!-- end of performance -->"
 
 
@@ -160,7 +162,8 @@ def own_targets(rows: list[Row]) -> list[Target]:
             name = f"steps while stage 2 runs, {row['threads']} thread(s)"
             found.append(Target(name, 5, row["beside_percent"], " %"))
     for part, what in (("sizes", "mib"), ("tensors", "tensors")):
-        for row in pick(rows, kind="summary", part=part, system=MEMORY):
+        large = [row for row in pick(rows, kind="summary", part=part, system=MEMORY) if row["mib"] >= FROM_MIB]
+        for row in large:
             unit = "MiB" if what == "mib" else "tensors"
             found.append(Target(f"raw copy, {row[what]} {unit} (to memory)", 1.15, row["to_raw"], " ×"))
     for row in pick(rows, kind="summary", part="ranks", system=MEMORY):

@@ -154,7 +154,7 @@ class Checkpointer:
             raise ConfigError(f"tag {tag!r} cannot name a directory in the root: {error}") from error
 
     def save(self, entry: Entry, files: Mapping[str, Planned]) -> Handle:
-        """Stage ``files``: all of them now, or what is late in a thread of its own; a storage save is queued then.
+        """Stage ``files``: all of them now, or what is late in another thread; a storage save is queued then.
 
         Blocks until one of this rank's buffers is released. Raises StagingError or SaverError; then the attempt is
         marked failed, so that no other rank waits for it. What fails after the return fails the handle, and is told
