@@ -10,7 +10,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ckpt_engine import image, pins
@@ -27,7 +26,7 @@ from ckpt_engine.link import Link
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.metrics import Metric, Metrics, of_user
 from ckpt_engine.names import names_for
-from ckpt_engine.overlap import Guards, Late
+from ckpt_engine.overlap import Copier, Guards, Late
 from ckpt_engine.reading import Reading
 from ckpt_engine.restore import Facts, How, RestoreReport, Wants, choose, look, take
 from ckpt_engine.saving import Entry, Saving
@@ -70,7 +69,7 @@ class Checkpointer:
         self.guards = Guards(options.staging, self.guard)
         self.lanes = Lanes(local_ranks=local_world)
         self.late: Late | None = None
-        self.copier = ThreadPoolExecutor(1, "ckpt-engine-copy")  # its thread comes with the first late save, and stays
+        self.copier = Copier()
         self._caches: dict[str, image.PlanCache] = {}
         self.outbox = Outbox()
         self._seq = 0
@@ -349,7 +348,7 @@ class Checkpointer:
     def _let_go(self, *, goodbye: bool) -> None:
         self._closed = True
         self.guards.close()
-        self.copier.shutdown(wait=False)  # after what it has begun
+        self.copier.end()
 
         def leave() -> None:
             self.buffers.close()

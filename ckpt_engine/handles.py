@@ -125,8 +125,8 @@ class Handle:
         return self._end
 
     def fail(self, error: CkptError) -> None:
-        """It ended before it reached the saver."""
-        self._end = error
+        """It ended before it reached the saver, if it has no end yet."""
+        self._end = self._end or error
 
     def _late(self, seconds: float) -> CommitTimeout:
         text = f"step {self.step} is not committed after {seconds:.1f} s"

@@ -7,12 +7,14 @@ does not tell of every change (see ``Image.changed``): it is the guard that make
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -44,6 +46,63 @@ class Work(Protocol):
     def fail(self, error: BaseException) -> None: ...
 
 
+class Flag:
+    """An event. That of ``threading`` may keep its lock for ever if a signal handler raises while one waits for it."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._news: SimpleQueue[None] = SimpleQueue()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        self._news.put(None)
+
+    def wait(self, timeout_s: float) -> bool:
+        if not self._set:
+            with contextlib.suppress(Empty):
+                self._news.get(timeout=timeout_s)
+                self._news.put(None)  # for the next one; lost, he looks when his time is over
+        return self._set
+
+
+class Copier:
+    """A thread for the late saves of one engine; it comes with the first of them, and stays.
+
+    No executor of the library, which holds locks while it is given work: a signal handler in the same thread that
+    closes, saves or forks would wait for them for ever. A daemon, so that it does not keep the interpreter: for what it
+    has begun, ``_finish_all`` does.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, act: Callable[[], None]) -> None:
+        """Raises RuntimeError where no thread is to be had."""
+        self._work.put(act)  # first: whoever ends this does it behind ``act``
+        if self._thread is None or not self._thread.is_alive():
+            thread = threading.Thread(target=_serve, args=(self._work,), name="ckpt-engine-copy", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def end(self) -> None:
+        """After what was begun. Any thread may, a signal handler too; idempotent."""
+        self._work.put(None)
+
+    def __del__(self) -> None:
+        self.end()
+
+
+def _serve(work: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (act := work.get()) is not None:
+        act()
+        del act  # it holds the engine
+    work.put(None)  # for another thread, if an interrupted ``begin`` has left one
+
+
 class Late:
     """The rest of one save, done in another thread."""
 
@@ -53,15 +112,19 @@ class Late:
         self._most = threads
         self._threads = max(1, threads // 2)  # forward and backward keep the other half of the cores
         self._once = threading.Lock()
-        self._free = threading.Event()
-        self._sealed = threading.Event()
+        self._free = Flag()
+        self._sealed = Flag()
         self._pid = os.getpid()
         self._mutex = threading.RLock()
         self._afterwards: list[Callable[[], None]] = []
 
-    def start(self, copier: Executor) -> None:
+    def start(self, copier: Copier) -> None:
+        if _ending:
+            self._run()
+            return
+        _begun.add(self)
         try:
-            copier.submit(self._run)
+            copier.begin(self._run)
         except RuntimeError:  # no thread to be had
             self._run()
 
@@ -82,11 +145,11 @@ class Late:
                 return
         act()
 
-    def _wait(self, event: threading.Event) -> bool:
+    def _wait(self, flag: Flag) -> bool:
         if os.getpid() != self._pid:
             return False
         self._threads = self._most
-        while not event.wait(SLICE_S):  # a native copy ends by itself
+        while not flag.wait(SLICE_S):  # a native copy ends by itself
             self._run()  # a signal handler that raised kept ``start`` from it
         return True
 
@@ -114,6 +177,18 @@ class Late:
             self.work.fail(error)
         except Exception as more:  # nobody is above this: the engine was closed by a signal handler, for one
             log.warning("a save failed (%s), and could not say so: %s", error, more)
+
+
+_begun: WeakSet[Late] = WeakSet()
+_ending: list[bool] = []
+
+
+@atexit.register
+def _finish_all() -> None:
+    """The interpreter ends: what was begun becomes a snapshot; what begins from now on blocks."""
+    _ending.append(True)
+    for late in list(_begun):
+        late.join()
 
 
 class Guards:

@@ -77,15 +77,17 @@ class Saving:
                 metrics=by_name(entry.metrics),
             )
             self._handle = handle = core.handle(staged, entry.commit_dir if entry.storage else "")
+            if fill.late_bytes:
+                core.late = Late(self, core.threads)  # before anyone knows of the handle: from here on it has an end
             if entry.storage:
                 core.outbox.add(handle)
             if not fill.late_bytes:
                 self._hand_over(handle)
         except BaseException as error:  # Ctrl-C, too: nobody would bring it to an end
+            core.late = None
             self.fail(error)
             raise
-        if fill.late_bytes:
-            core.late = Late(self, core.threads)
+        if core.late is not None:
             core.late.start(core.copier)
         return handle
 

@@ -22,6 +22,7 @@ from ckpt_engine.errors import ConfigError, StagingError
 from ckpt_engine.events import Event
 from ckpt_engine.handles import Handle, Outbox
 from ckpt_engine.integrations.deepspeed_shim import owned_by
+from ckpt_engine.overlap import Late
 from ckpt_engine.states import State
 
 
@@ -211,13 +212,99 @@ def test_who_is_interrupted_in_close_lets_go_of_its_slots_when_the_copy_is_over(
             with pytest.raises(KeyboardInterrupt):
                 engine.close(timeout_s=10)
             assert engine._core.link._own.held, "another life could fill the slot that is being filled"
-            copying = next(one for one in threading.enumerate() if one.name.startswith("ckpt-engine-copy"))
+            copying = next(one for one in threading.enumerate() if one.name == "ckpt-engine-copy")
     finally:
         signal.signal(signal.SIGALRM, before)
     copying.join(10)
     assert not engine._core.link._own.held
     with engine_in(tmp_path) as other:
         assert other.restore().step == 3
+
+
+IN_START = """
+import os, signal, sys, threading, torch
+from ckpt_engine import CheckpointEngine, SaverOptions
+folder, act = sys.argv[1:]
+saver = SaverOptions(linger_s=0.0)
+engine, other = (
+    CheckpointEngine(f"{folder}/{name}", node_id=folder, staging="overlap", saver=saver) for name in ("one", "two")
+)
+held = torch.ones(8)
+engine.guard([held]), other.guard([held])
+
+def handle(*_):
+    if act == "close":
+        engine.close()
+    elif act == "save":
+        other.save_to_storage(2, {"a.pt": held})
+        other.close()
+    elif os.fork() == 0:
+        os._exit(0)
+    else:
+        os.wait()
+
+def start(thread):
+    threading.Thread.start = real
+    real(thread)
+    signal.raise_signal(signal.SIGUSR1)
+
+signal.signal(signal.SIGUSR1, handle)
+real, threading.Thread.start = threading.Thread.start, start
+handle_of_save = engine.save_to_storage(1, {"a.pt": held})
+assert threading.Thread.start is real
+engine.close()
+other.close()
+print(handle_of_save.result(60).step)
+"""
+
+
+@pytest.mark.parametrize("act", ["close", "save", "fork"])
+def test_a_signal_handler_may_do_anything_while_the_thread_of_a_save_begins(tmp_path: Path, act: str) -> None:
+    words = [sys.executable, "-c", IN_START, str(tmp_path), act]
+    done = subprocess.run(words, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+    assert done.stdout.strip() == "1"
+
+
+def test_a_save_whose_thread_was_kept_from_beginning_ends_when_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with engine_in(tmp_path) as engine:
+        engine.guard(training.optimizer)
+        with monkeypatch.context() as patch:
+            patch.setattr(Late, "start", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.save_to_storage(1, training.state())
+        assert [one.step for one in engine.wait(60)] == [1]
+
+
+def test_the_interpreter_ends_although_the_thread_of_a_save_was_lost_in_its_start(tmp_path: Path) -> None:
+    program = """
+import sys, threading, torch
+from ckpt_engine import CheckpointEngine, SaverOptions
+real = threading.Thread.start
+def start(thread):
+    threading.Thread.start = real
+    real(thread)
+    raise KeyboardInterrupt
+engine = CheckpointEngine(sys.argv[1] + "/root", node_id=sys.argv[1], staging="overlap")
+held = torch.ones(8)
+engine.guard([held])
+threading.Thread.start = start
+try:
+    engine.save_to_memory(1, {"a.pt": held})
+except KeyboardInterrupt:
+    held += 0
+engine.wait_staged()
+engine.save_to_memory(2, {"a.pt": held})
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
+    with engine_in(tmp_path) as engine:
+        assert engine.restore().step == 2
 
 
 def test_a_save_in_a_daemon_thread_is_a_snapshot_although_the_interpreter_ends(tmp_path: Path) -> None:
