@@ -20,7 +20,7 @@ from ckpt_engine.storage.base import Storage, is_missing
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_KEPT, _KEPT_BYTES = 16, 4 << 20
+_KEPT, _KEPT_BYTES = 16, 1 << 20
 """How many parsed manifests are kept, and how long they may be."""
 
 
