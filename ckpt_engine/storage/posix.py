@@ -137,7 +137,7 @@ class PosixStorage(Storage):
             if (nbytes := os.fstat(fd).st_size) > limit:
                 raise OSError(errno.EFBIG, f"more than {limit} bytes", path)
             data = bytearray()
-            while piece := os.read(fd, nbytes + 1):  # it may grow
+            while piece := os.read(fd, max(nbytes, 4095) + 1):  # it may grow
                 data += piece
                 if len(data) > limit:
                     raise OSError(errno.EFBIG, f"more than {limit} bytes", path)
