@@ -75,8 +75,17 @@ def cancelled_if_gone(attempt: Attempt) -> Iterator[None]:
 
 
 def make_tag_dir(storage: Storage, root: str, tag: str) -> None:
-    """For ranks, before QUEUED. Makes its parents too. After a crash: all there once it has returned."""
-    make_dirs(storage, commit_dir(root, tag))
+    """For ranks, before QUEUED. Makes its parents too, which are durable once it has returned.
+
+    It is durable itself when ``make_attempt_dir`` has returned: the training does not wait for a disk that is busy.
+    """
+    path = commit_dir(root, tag)
+    try:
+        storage.make_dir(path)
+    except StorageError as error:
+        if not is_missing(error):
+            raise
+        make_dirs(storage, path)
 
 
 def make_attempt_dir(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpt_engine import commit
 from ckpt_engine.buffers import Lease
 from ckpt_engine.errors import CkptError, StagingError, StorageError
 from ckpt_engine.events import span
@@ -17,7 +19,6 @@ from ckpt_engine.overlap import Late
 from ckpt_engine.slots import Header, Slot
 from ckpt_engine.staging import Fill, Planned, space
 from ckpt_engine.states import State
-from ckpt_engine.storage.base import make_dirs
 from ckpt_engine.waits import Deadline
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class Saving:
         core, entry = self._core, self._entry
         try:
             with span("queue", step=entry.attempt.step, attempt=entry.attempt.id):
-                make_dirs(core.storage, entry.commit_dir)
+                commit.make_tag_dir(core.storage, os.path.dirname(entry.commit_dir), entry.attempt.tag)
                 held = False
                 for slot in core.buffers.mine():
                     found = slot.snapshot()

@@ -107,8 +107,8 @@ PROMISES: dict[str, tuple[Callable[[], FaultDisk], Act, Look, Look]] = {
     "make_dirs_makes_all_of_them_durable": (
         rooted(), lambda d: make_dirs(d, f"{ROOT}/a/b"), lambda d: True, has(f"{ROOT}/a/b"),
     ),
-    "make_tag_dir_makes_one_durable_that_is_there_unsynced": (
-        rooted("tag"), lambda d: commit.make_tag_dir(d, ROOT, "tag"), lambda d: True, has(TAG),
+    "make_tag_dir_makes_the_directories_above_it_durable": (
+        rooted(), lambda d: commit.make_tag_dir(d, f"{ROOT}/a", "tag"), lambda d: True, has(f"{ROOT}/a"),
     ),
     "make_attempt_dir_makes_all_durable_in_a_tag_that_is_not": (
         rooted("tag"), lambda d: commit.make_attempt_dir(d, ROOT, ATTEMPT, ["sub/dir/a.pt"]),
