@@ -61,8 +61,7 @@ def setting(args: argparse.Namespace, **other: int) -> Setting:
 def systems(rows: Rows, args: argparse.Namespace) -> list[Job]:
     specs = only(args, everything(rows, "systems", peers=args.peers))
     plan = Plan(
-        repeats=args.repeats, pressed=1, busy=1, weighed=True, verified=True, killed=True, fio=True, saves=4,
-        prepared_s=5,
+        repeats=args.repeats, pressed=1, busy=1, weighed=True, verified=True, killed=True, fio=True, prepared_s=5,
     )  # fmt: skip
     return [Job(part="systems", specs=specs, setting=setting(args), plan=plan)]
 
@@ -106,6 +105,8 @@ def with_systems(args: argparse.Namespace) -> bool:
 def sweep(part: str, one: Setting, args: argparse.Namespace, *more: str) -> Job:
     """``more``: rows beside the usual ones. Where several states do not fit, only what shares one is there."""
     together, rows = specs_of("ours", listed="LARGE"), (OVERLAPPED, *more)
+    if part == "tensors":  # what many of them cost torch.save: plan.py
+        together = narrow(together, lambda name: not name.startswith("torch."))
     others = narrow(specs_of("ours") + specs_of("systems"), lambda name: name in rows)
     job = Job(
         part=part, specs=only(args, together + others), setting=one, plan=Plan(repeats=args.sweep_repeats, others=3)
