@@ -213,7 +213,7 @@ def _refuse_links(*paths: str) -> None:
 
     Roots are real paths, so such a link was put there by others. Who may do that at the very instant wins the race.
     """
-    for folder in map(os.path.dirname, map(os.path.abspath, paths)):
+    for folder in dict.fromkeys(map(os.path.dirname, map(os.path.abspath, paths))):  # mostly it is the same
         if not _C.free_of_links(folder) and os.path.realpath(folder) != folder:
             raise OSError(errno.ELOOP, "a link in place of a directory", folder)
 
