@@ -348,8 +348,7 @@ class Batch:
                 crew.ask("save", step=1, variant=variant)
                 if under:
                     before = len(log.read_text().splitlines())
-                    persistent = crew.ask("save", step=2)[0]["persistent"]
-                    if persistent:
+                    if crew.ask("save", step=2)[0]["persistent"]:
                         self.traced(name, log.read_text().splitlines()[before:], work, setting)
                 kept = crew.ask("kept", step=3)
             except NotRun as error:

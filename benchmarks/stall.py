@@ -33,7 +33,7 @@ from crew import Setting, Spec
 from rows import Row, Rows, common_options, pick, scratch, table
 
 OVERLAPPED = "ckpt_engine, overlap, memory"
-"""In a sweep, beside ours, the bare copies and ``torch.save``, which share one process and its state there."""
+"""In every sweep, in a process of its own; ours, the bare copies and ``torch.save`` share one, and its state, there."""
 STEP_MS, STEP_MS_PER_MIB = 40.0, 0.25
 """Forward and backward of a step take about that long, so that a copy may hide behind them."""
 
@@ -81,33 +81,27 @@ def beside(rows: Rows, args: argparse.Namespace) -> list[Job]:
 
 def sizes(rows: Rows, args: argparse.Namespace) -> list[Job]:
     ladder = args.sizes or [*(mib for mib in (64, 256) if mib < args.mib), args.mib]
-    return [
-        sweep("sizes", setting(args, mib=mib), args, "dcp.async_save, thread")
-        for mib in ladder
-        if mib != args.mib or not with_systems(args)
-    ]
+    rivals = ("torch.save + fsync", "dcp.async_save, thread")
+    return [sweep("sizes", setting(args, mib=mib), args, *rivals) for mib in points(args, ladder, args.mib)]
 
 
 def tensors(rows: Rows, args: argparse.Namespace) -> list[Job]:
     ladder = [number for number in (1, 10, args.tensors, 2000, 20000) if number <= args.most_tensors]
-    return [
-        sweep("tensors", setting(args, tensors=number), args)
-        for number in ladder
-        if number != args.tensors or not with_systems(args)
-    ]
+    return [sweep("tensors", setting(args, tensors=number), args) for number in points(args, ladder, args.tensors)]
 
 
-def with_systems(args: argparse.Namespace) -> bool:
-    """Then a sweep leaves out the setting that is measured there (see ``rows.swept``)."""
-    return not args.parts or "systems" in args.parts
+def points(args: argparse.Namespace, ladder: Sequence[int], own: int) -> list[int]:
+    """Of a sweep: without ``own``, the setting that is measured in "systems", if that is (see ``rows.swept``)."""
+    with_systems = not args.parts or "systems" in args.parts
+    return [point for point in ladder if point != own or not with_systems]
 
 
-def sweep(part: str, one: Setting, args: argparse.Namespace, *more: str) -> Job:
-    """``more``: rows beside the usual ones. Where several states do not fit, only what shares one is there."""
-    together, rows = specs_of("ours", listed="LARGE"), (OVERLAPPED, *more)
-    if part == "tensors":  # what many of them cost torch.save: plan.py
-        together = narrow(together, lambda name: not name.startswith("torch."))
-    others = narrow(specs_of("ours") + specs_of("systems"), lambda name: name in rows)
+def sweep(part: str, one: Setting, args: argparse.Namespace, *rivals: str) -> Job:
+    """Ours, the bare copies and ``rivals``. Where several states do not fit, only what shares one is there."""
+    rows = {OVERLAPPED, *rivals}
+    together = narrow(specs_of("ours", listed="LARGE"), lambda name: name.startswith((OURS, RAW)) or name in rows)
+    rows -= {name for spec in together for name in spec.names}
+    others = narrow(specs_of("ours") + specs_of("systems"), rows.__contains__)
     job = Job(
         part=part, specs=only(args, together + others), setting=one, plan=Plan(repeats=args.sweep_repeats, others=3)
     )
