@@ -787,20 +787,6 @@ def test_a_dropped_populate_ends_its_thread_and_frees_the_buffer(segment: tuple[
     memory.close()
 
 
-def test_a_link_anywhere_on_the_way_is_seen(tmp_path: Path) -> None:
-    real = Path(os.path.realpath(tmp_path)) / "a" / "b"
-    real.mkdir(parents=True)
-    (real.parent.parent / "link").symlink_to("a")
-    for path, free in ((real, True), (real.parent, True), (real.parent.parent / "link", False),
-                       (real.parent.parent / "link" / "b", False), (real / "missing", False)):  # fmt: skip
-        assert _C.free_of_links(str(path)) is free, path
-    assert _C.free_of_links(os.fsencode(real)) is True
-    with pytest.raises(ValueError):
-        _C.free_of_links("a\0b")
-    with pytest.raises(TypeError):
-        _C.free_of_links(7)  # type: ignore[arg-type]
-
-
 def test_populate_of_nothing_is_done() -> None:
     assert _C.Populate(bytearray()).wait(10)
     assert _C.Populate(bytearray(10), offset=10).wait(10)
@@ -976,3 +962,17 @@ except KeyboardInterrupt:
 toucher.stop()
 """
     assert run_python(PRELUDE + script) in ("True", "done")
+
+
+def test_a_link_anywhere_on_the_way_is_seen(tmp_path: Path) -> None:
+    real = Path(os.path.realpath(tmp_path)) / "a" / "b"
+    real.mkdir(parents=True)
+    (real.parent.parent / "link").symlink_to("a")
+    for path, free in ((real, True), (real.parent, True), (real.parent.parent / "link", False),
+                       (real.parent.parent / "link" / "b", False), (real / "missing", False)):  # fmt: skip
+        assert _C.free_of_links(str(path)) is free, path
+    assert _C.free_of_links(os.fsencode(real)) is True
+    with pytest.raises(ValueError):
+        _C.free_of_links("a\0b")
+    with pytest.raises(TypeError):
+        _C.free_of_links(7)  # type: ignore[arg-type]
