@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import mmap
 import operator
 import pickle
@@ -27,6 +28,9 @@ from ckpt_engine.pt_zip import Archive
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+_cdata_of = operator.attrgetter("_cdata")
+_version_of = operator.attrgetter("_version")
+
 
 class Image:
     """The layout of one file, with everything but the bytes of its tensors; made by ``plan``.
@@ -43,7 +47,8 @@ class Image:
         self._found: Survey | None = found
         self._storages = found.storages
         self._addresses = addresses
-        self._watched: list[tuple[Tensor, int]] = []
+        self._watched: list[Tensor] = []
+        self._versions: list[int] = []
 
     def rows(self, base: int) -> array[int]:
         """The table for ``_C.copy`` into a slot where this file starts at ``base``: one row for each record.
@@ -72,23 +77,33 @@ class Image:
 
     def defer(self, owned: Container[int]) -> list[int]:
         """The records whose storages (told by their ``_cdata``) are ``owned``; from now on ``changed`` watches them."""
-        late = [number for number, storage in enumerate(self._storages) if storage._cdata in owned]
+        flags = list(map(owned.__contains__, map(_cdata_of, self._storages)))
+        late = list(itertools.compress(range(len(flags)), flags))
         if late and self._found is not None:
-            chosen, tensors = set(late), [hole for hole in self._found.holes if isinstance(hole, Tensor)]
-            owners = zip(tensors, self._found.facts.owners, strict=False)  # those of views come behind
-            changing = [tensor for tensor, number in owners if number in chosen]
+            tensors = (hole for hole in self._found.holes if isinstance(hole, Tensor))
+            owners = self._found.facts.owners  # those of views come behind
+            changing = list(itertools.compress(tensors, map(flags.__getitem__, owners)))
             changing += [tensor for tensor in self._found.skeleton.rich if _storage_of(tensor) in owned]
-            self._watched = [(one, one._version) for one in changing if not one.is_inference()]  # these count none
+            self._watch(changing)
         return late
+
+    def _watch(self, tensors: list[Tensor]) -> None:
+        try:
+            self._versions = list(map(_version_of, tensors))
+        except RuntimeError:  # those of inference count no versions
+            tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+            self._versions = list(map(_version_of, tensors))
+        self._watched = tensors
 
     def changed(self, obj: object) -> str:
         """The path in ``obj`` of a tensor that was written to since ``defer``, "" if torch knows of none.
 
         What is written by fused optimizers, through ``.data`` or through numpy is not counted by torch.
         """
-        for tensor, version in self._watched:
-            if tensor._version != version:
-                return _descend(obj, lambda child, it=tensor: _holds(child, it))[0] or "a tensor"  # type: ignore[misc]
+        written = map(operator.ne, map(_version_of, self._watched), self._versions)
+        tensor = next(itertools.compress(self._watched, written), None)
+        if tensor is not None:
+            return _path_to(obj, tensor)
         if any(map(operator.ne, map(UntypedStorage.data_ptr, self._storages), self._addresses)):
             return "(a storage that was resized)"
         return ""
@@ -107,6 +122,7 @@ class Image:
         self._storages = []
         self._addresses = []
         self._watched = []
+        self._versions = []
 
 
 class PlanCache:
@@ -212,6 +228,10 @@ def _storage_of(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse, or a wrapper: copied at once
         return 0
+
+
+def _path_to(obj: object, tensor: Tensor) -> str:
+    return _descend(obj, lambda child: _holds(child, tensor))[0] or "a tensor"
 
 
 def _holds(obj: object, tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -279,11 +280,15 @@ def in_backward(tensor: Tensor) -> bool:
 
 
 def storages(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """The storages of strided tensors."""
-    found = set()
-    for tensor in tensors:
+    """The storages of strided tensors, by their ``_cdata``."""
+    found: set[int] = set()
+    left = iter(tensors)
+    while True:
         try:
-            found.add(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError) as error:  # sparse, meta, a wrapper without storage
+            found.update(map(_CDATA, map(_STORAGE, left)))
+            return frozenset(found)
+        except (NotImplementedError, RuntimeError) as error:  # sparse, meta, a wrapper without storage: the next ones
             log.debug("copied at once: %s", error)
-    return frozenset(found)
+
+
+_STORAGE, _CDATA = operator.methodcaller("untyped_storage"), operator.attrgetter("_cdata")

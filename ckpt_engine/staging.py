@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import array
+import bisect
 import contextlib
 import ctypes
+import itertools
 import mmap
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,13 +18,11 @@ from ckpt_engine import _C, shm
 from ckpt_engine.device import Lanes, Ticket
 from ckpt_engine.errors import StagingError
 from ckpt_engine.events import span
-from ckpt_engine.slots import DATA_OFFSET, Slot, SlotFile
+from ckpt_engine.header import SlotFile
+from ckpt_engine.slots import DATA_OFFSET, Slot
 
 PIECE = 32 << 20
 """Bytes of one native call in the background: a guard waits for one at most before all threads help."""
-
-Row = tuple[int, int, int, int]
-"""Number of a record among all of a shard, source address, offset in the slot, bytes."""
 
 
 class Layout(Protocol):
@@ -134,12 +134,17 @@ class Fill:
         Raises StagingError, with the name of the tensor, if one was written to meanwhile and that can be seen.
         """
         self._later.issue()
-        for piece in _pieces(self._late_rows(), PIECE):
-            table = array.array("Q", [value for row in piece for value in row[1:]])
+        for first, end, done, nbytes in _pieces([self._rows[3 * row + 2] for row in self._late], PIECE):
+            rows = self._late[first:end]
+            table = array.array("Q", itertools.chain.from_iterable(self._rows[3 * row : 3 * row + 3] for row in rows))
+            if nbytes:
+                table = array.array("Q", [table[0] + done, table[1] + done, nbytes])
             crcs = array.array("I", _C.copy(self._slot.memory, table, threads=threads()))
-            for (row, _, _, nbytes), crc in zip(piece, crcs, strict=True):
-                pair = array.array("I", [self._crcs[row], crc])  # 0 before its first piece, as of no bytes
-                self._crcs[row] = _C.crc32_combine(pair, array.array("Q", [0, nbytes]))
+            if done:
+                pair = array.array("I", [self._crcs[rows[0]], crcs[0]])
+                crcs[0] = _C.crc32_combine(pair, array.array("Q", [0, nbytes]))
+            for row, crc in zip(rows, crcs, strict=True):
+                self._crcs[row] = crc
         self._refuse_changes()
 
     def hold(self) -> None:
@@ -171,11 +176,6 @@ class Fill:
         for row, offset, nbytes in ticket.wait():
             self._crcs[row] = _C.crc32(self._slot.memory, offset=offset, nbytes=nbytes, threads=threads)
 
-    def _late_rows(self) -> Iterator[Row]:
-        for row in self._late:
-            address, offset, nbytes = self._rows[3 * row : 3 * row + 3]
-            yield row, address, offset, nbytes
-
     def _refuse_changes(self) -> None:
         """Raises StagingError if the copy is not what was planned, as far as that can be told."""
         for name, file in self._files.items():
@@ -190,20 +190,21 @@ class Fill:
                 )
 
 
-def _pieces(rows: Iterable[Row], most: int) -> Iterator[list[Row]]:
-    """``rows`` in groups of ``most`` bytes; long ones are cut."""
-    piece: list[Row] = []
-    room = most
-    for row, address, offset, left in rows:
-        while left:
-            take = min(left, room)
-            piece.append((row, address, offset, take))
-            address, offset, left, room = address + take, offset + take, left - take, room - take
-            if not room:
-                yield piece
-                piece, room = [], most
-    if piece:
-        yield piece
+def _pieces(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int, int, int]]:
+    """(first, end, 0, 0): these numbers together, ``most`` bytes in all; (n, n + 1, start, nbytes): a part of one."""
+    ends = [0, *itertools.accumulate(sizes)]
+    first = 0
+    while first < len(sizes):
+        end = bisect.bisect_right(ends, ends[first] + most) - 1
+        if end == first:
+            end = first + 1
+            step = -(-sizes[first] // -(-sizes[first] // most))  # parts of one size
+            step = -(-step // shm.PAGE) * shm.PAGE
+            for start in range(0, sizes[first], step):
+                yield first, end, start, min(step, sizes[first] - start)
+        else:
+            yield first, end, 0, 0
+        first = end
 
 
 def _crc_of_memory(address: int, nbytes: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_engine import CheckpointEngine, SaverOptions, events
+from ckpt_engine import CheckpointEngine, SaverOptions, events, overlap, staging
 from ckpt_engine.errors import ConfigError, StagingError
 from ckpt_engine.events import Event
 from ckpt_engine.states import State
@@ -410,6 +410,42 @@ def test_long_tensors_are_cut_into_pieces_and_small_ones_share_one(
     published = engine.save_to_storage(1, {"a.pt": {"held": held}}).result(20)
     assert same(torch.load(f"{published.path}/a.pt"), {"held": held})
     assert same(engine.restore().state["a.pt"], {"held": held})
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 0], [1], [3 * 4096 + 1], [5, 4096 * 9, 0, 7, 4096 * 4, 4096 * 4 + 1, 1]])
+def test_pieces_are_all_bytes_once_in_order_and_none_is_too_large(sizes: list[int]) -> None:
+    most, met = 4 * 4096, [0] * len(sizes)
+    last = 0
+    for first, end, start, nbytes in staging._pieces(sizes, most):
+        assert first in (last, last - 1) and first < end
+        last = end
+        if nbytes:
+            assert end == first + 1 and start == met[first] and nbytes <= most
+            met[first] += nbytes
+        else:
+            assert sum(sizes[first:end]) <= most and not any(met[first:end])
+            met[first:end] = sizes[first:end]
+    assert met == sizes and last == len(sizes)
+
+
+def test_tensors_of_inference_mode_are_saved_late_with_the_others(engine: CheckpointEngine) -> None:
+    with torch.inference_mode():
+        frozen = torch.arange(5000.0)
+    moving = torch.ones(5000)
+    engine.guard([frozen, moving])
+    published = engine.save_to_storage(1, {"a.pt": {"frozen": frozen, "moving": moving}}).result(20)
+    assert same(torch.load(f"{published.path}/a.pt"), {"frozen": frozen, "moving": moving})
+    with gated():
+        handle = engine.save_to_storage(2, {"a.pt": {"frozen": frozen, "moving": moving}})
+        moving.mul_(2)
+    with pytest.raises(StagingError, match=r"\['moving'\] was written to"):
+        handle.result(20)
+
+
+def test_what_has_no_storage_does_not_hide_the_storages_behind_it() -> None:
+    plain, sparse = [torch.ones(2), torch.ones(3)], torch.eye(3).to_sparse()
+    assert overlap.storages([plain[0], sparse, plain[1], sparse]) == overlap.storages(plain)
+    assert len(overlap.storages(plain)) == 2
 
 
 def test_prepare_makes_the_slots_before_the_first_save(engine: CheckpointEngine) -> None:
