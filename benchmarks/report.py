@@ -23,8 +23,8 @@ STOCK, ATTACHED = "DeepSpeed save_checkpoint", "DeepSpeed with ckpt_engine, stor
 THREAD, SHM = "dcp.async_save, thread", "dcp.async_save, process, shm, async staging"
 OWN = ("ckpt_engine", "raw: ", "fio", "DeepSpeed with ckpt_engine")
 SHORT = "**falls short**"
-FROM_MIB = 1024
-"""Smaller states have no target against the raw copy: there the fixed cost of a save counts (``plan.py``)."""
+FROM_MIB, UP_TO_TENSORS = 1024, 2000
+"""Other states have no target against the raw copy: there counts what a save costs beside it (``plan.py``)."""
 BEGIN, END = "<!-- performance -->", "<!-- end of performance -->"
 
 
@@ -162,8 +162,9 @@ def own_targets(rows: list[Row]) -> list[Target]:
             name = f"steps while stage 2 runs, {row['threads']} thread(s)"
             found.append(Target(name, 5, row["beside_percent"], " %"))
     for part, what in (("sizes", "mib"), ("tensors", "tensors")):
-        large = [row for row in pick(rows, kind="summary", part=part, system=MEMORY) if row["mib"] >= FROM_MIB]
-        for row in large:
+        for row in pick(rows, kind="summary", part=part, system=MEMORY):
+            if row["mib"] < FROM_MIB or row["tensors"] > UP_TO_TENSORS:
+                continue
             unit = "MiB" if what == "mib" else "tensors"
             found.append(Target(f"raw copy, {row[what]} {unit} (to memory)", 1.15, row["to_raw"], " ×"))
     for row in pick(rows, kind="summary", part="ranks", system=MEMORY):
@@ -175,10 +176,11 @@ def own_targets(rows: list[Row]) -> list[Target]:
     scale = pick(rows, bench="scale", kind="scale")
     for row in scale:
         found.append(Target(f"metadata per rank and save, {row['ranks']} rank(s)", 5, row["metadata_ms"], " ms"))
-    for key, name in (("stage1_gbs", "stage 1"), ("stage2_gbs", "stage 2")):
+    for key, bare, name in (("stage1_gbs", "raw_gbs", "stage 1"), ("stage2_gbs", "fio_gbs", "stage 2")):
         for row in scale[1:]:
             text = f"{name} with {row['ranks']} ranks, of that with {scale[0]['ranks']}"
-            found.append(Target(text, 0.9, row[key] / scale[0][key], " ×", least=True))
+            value, alone = row[key] / scale[0][key], row[bare] / scale[0][bare]
+            found.append(Target(text, 0.9, value, " ×", least=True, bare=alone))
     return found
 
 
@@ -307,8 +309,9 @@ def full(rows: list[Row]) -> str:
         lines = [[str(row["tensors"]), *(number(row[key]) for key in keys)] for row in found]
         parts += ["### A save without its copy, ms", markdown(["tensors", *keys], lines)]
     if found := pick(rows, bench="scale", kind="scale"):
-        keys = ("stage1_gbs", "raw_gbs", "stage2_gbs", "fio_gbs", "call_ms", "saver_ms")
-        header = ["ranks", "stage 1, GB/s", "bare copy", "stage 2, GB/s", "fio", "call, ms", "saver's CPU per rank, ms"]
+        keys = ("stage1_gbs", "raw_gbs", "stage2_gbs", "fio_gbs", "call_ms", "call_cpu_ms", "saver_ms")
+        header = ["ranks", "stage 1, GB/s", "bare copy", "stage 2, GB/s", "fio", "small call, ms", "its CPU, ms"]
+        header += ["saver's CPU per rank, ms"]
         lines = [[str(row["ranks"]), *(number(row[key]) for key in keys)] for row in found]
         parts += [f"### {found[0]['mib']} MiB in all, by ranks", markdown(header, lines)]
     for bench in ("persist", "restore"):

@@ -58,6 +58,7 @@ class Worker:
         self.state: State = {}
         self.updates = 0
         self.save_began = 0.0
+        self.save_cpu_s = 0.0
         self.saved: dict[int, int] = {}  # step of a save -> updates before it
 
     # -- the training --------------------------------------------------------------------------------------------
@@ -85,9 +86,10 @@ class Worker:
         self.saved[step] = self.updates
         if self.grouped:
             torch.distributed.barrier()
-        self.save_began = time.perf_counter()
+        self.save_began, processor = time.perf_counter(), time.process_time()
         self.system.save(step)
-        return time.perf_counter() - self.save_began
+        took, self.save_cpu_s = time.perf_counter() - self.save_began, time.process_time() - processor
+        return took
 
     # -- the commands --------------------------------------------------------------------------------------------
 
@@ -186,7 +188,7 @@ class Worker:
     def save_and_step(self, step: int) -> dict[str, Any]:
         """The call, and the step after it. ``lag_ms`` is there if the save is already as durable as it gets."""
         call_ms = 1e3 * self.call(step)
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"call_cpu_ms": 1e3 * self.save_cpu_s}
         if self.system.done():
             found["lag_ms"] = call_ms
         after = self.step()
