@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from harness import Lab
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a forked child cannot use the pool of its parent
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 @pytest.fixture
