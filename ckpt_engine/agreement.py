@@ -11,9 +11,9 @@ from ckpt_engine.buffers import Buffers
 from ckpt_engine.errors import CkptError, ConfigError, StorageError
 from ckpt_engine.events import log
 from ckpt_engine.group import Group, Place, together
+from ckpt_engine.header import Header
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.metrics import Metric
-from ckpt_engine.slots import Header
 from ckpt_engine.states import LEASED, Order, State
 from ckpt_engine.storage.base import Storage
 from ckpt_engine.waits import Deadline, until

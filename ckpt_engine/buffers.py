@@ -15,9 +15,10 @@ from ckpt_engine.config import Options
 from ckpt_engine.control import Page, RankPage
 from ckpt_engine.errors import BufferBusy, ShmFull, StagingError
 from ckpt_engine.events import log, warn_once
+from ckpt_engine.header import Header
 from ckpt_engine.link import Link
 from ckpt_engine.names import MAX_EDITION, SegmentName
-from ckpt_engine.slots import CANCEL, DATA_OFFSET, RETIRED, Header, Slot, open_all
+from ckpt_engine.slots import CANCEL, DATA_OFFSET, RETIRED, Slot, open_all
 from ckpt_engine.states import LEASED, Order, State, Told, hopeless, newest_common, victim
 from ckpt_engine.waits import SLICE_S, Deadline
 
@@ -131,8 +132,7 @@ class Buffers:
         slots = self._newest(everyone := self.node_slots())
         if len(slots) < self.count:
             index = min(set(range(self.count)) - {slot.name.slot for slot in slots})
-            new = self._grow(index, need_bytes)
-            return None if new is None else self._claimed(new)
+            return self._claimed(new) if (new := self._grow(index, need_bytes)) is not None else None
         chosen = self._victim(slots, everyone)
         if chosen is None:
             return None

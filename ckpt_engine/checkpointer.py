@@ -22,6 +22,7 @@ from ckpt_engine.errors import CkptError, ConfigError, Corrupt, StagingError
 from ckpt_engine.events import log, span
 from ckpt_engine.group import Group, meet, my_node, places, together
 from ckpt_engine.handles import Destination, Handle, Outbox, Published, Staged, patience
+from ckpt_engine.header import Header, SlotFile
 from ckpt_engine.link import Link
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.metrics import Metric, Metrics, of_user
@@ -30,7 +31,6 @@ from ckpt_engine.overlap import Copier, Guards, Late
 from ckpt_engine.reading import Reading
 from ckpt_engine.restore import Facts, How, RestoreReport, Wants, choose, look, take
 from ckpt_engine.saving import Entry, Saving
-from ckpt_engine.slots import Header, SlotFile
 from ckpt_engine.source import Candidate, Share, Source
 from ckpt_engine.staging import Planned
 from ckpt_engine.states import Order

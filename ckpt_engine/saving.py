@@ -13,10 +13,11 @@ from ckpt_engine.buffers import Lease
 from ckpt_engine.errors import CkptError, StagingError, StorageError
 from ckpt_engine.events import span
 from ckpt_engine.handles import Handle, Staged
+from ckpt_engine.header import Header
 from ckpt_engine.manifest import Attempt
 from ckpt_engine.metrics import Metric, by_name
 from ckpt_engine.overlap import Late
-from ckpt_engine.slots import Header, Slot
+from ckpt_engine.slots import Slot
 from ckpt_engine.staging import Fill, Planned, space
 from ckpt_engine.states import State
 from ckpt_engine.waits import Deadline

@@ -19,11 +19,10 @@ reads the word, copies, verifies the CRC and reads the word again; a change mean
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -31,11 +30,9 @@ import msgpack
 from ckpt_engine import _C, shm
 from ckpt_engine.errors import CkptError, ConfigError, SlotTooSmall
 from ckpt_engine.events import warn_once
-from ckpt_engine.manifest import Attempt, Failure, FileEntry, RunClaim, ShardRecord
-from ckpt_engine.metrics import Metric
+from ckpt_engine.header import Header, order_in
+from ckpt_engine.manifest import Attempt, Failure
 from ckpt_engine.names import SegmentName
-from ckpt_engine.record import require
-from ckpt_engine.retention import Retention
 from ckpt_engine.states import SNAPSHOT, STATES, Order, SlotView, State, Word, check_transition
 
 _MAGIC = b"CKPTSLOT"
@@ -45,108 +42,8 @@ _HEADER_REF, _ERROR_REF = 48, 56
 _ERROR, _HEADER = 4096, 8192
 DATA_OFFSET = 262144
 _REF = struct.Struct("<II")
-_MAX_PATH = 4096
 
 CANCEL, BREAKPOINT, RETIRED = 1, 2, 4
-
-
-@dataclass(frozen=True, slots=True)
-class SlotFile:
-    """One file of a shard: where it lies in the data area, and what it must be on disk."""
-
-    name: str
-    offset: int
-    nbytes: int
-    crc32: int
-    origin: str = "shard"
-
-    @property
-    def entry(self) -> FileEntry:
-        return FileEntry(self.name, self.nbytes, self.crc32, self.origin)
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """All that persist and publish need to know of a snapshot: a restarted saver needs nothing else."""
-
-    attempt: Attempt
-    claim: RunClaim
-    rank: int
-    local_rank: int
-    world: int
-    node: int
-    nodes: int
-    node_ranks: tuple[int, ...]
-    layout: str
-    root: str
-    commit_dir: str
-    retention: Retention
-    confirmed: Order | None
-    storage: bool
-    files: tuple[SlotFile, ...]
-    metrics: tuple[Metric, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Raises ValueError unless this can be persisted as it says, below ``commit_dir`` and nowhere else."""
-        require(type(self.attempt) is Attempt and type(self.claim) is RunClaim, "attempt or claim is none")
-        self.shard_record()  # checks ranks, nodes, layout, names, sizes
-        require(type(self.local_rank) is int, "local_rank is not a number")
-        require(self.node_ranks.index(self.rank) == self.local_rank, f"rank {self.rank} is not local {self.local_rank}")
-        for path in (self.root, self.commit_dir):
-            require(type(path) is str and os.path.isabs(path) and os.path.normpath(path) == path, "not a plain path")
-            require("\0" not in path and len(os.fsencode(path)) <= _MAX_PATH, "not a path")
-        require(os.path.basename(self.commit_dir) == self.attempt.tag, "the commit directory is not the tag's")
-        require(type(self.retention) is Retention, "retention")
-        numbers = () if self.confirmed is None else self.confirmed
-        require(len(numbers) in (0, 2) and all(type(number) is int for number in numbers), "confirmed")
-        require(type(self.storage) is bool, "storage")
-        require(all(type(file.offset) is int and file.offset >= 0 for file in self.files), "an offset")
-
-    def shard_record(self, entries: Iterable[FileEntry] | None = None) -> ShardRecord:
-        """What becomes durable; ``entries``: the files as they are on disk, where they were not staged by us."""
-        return ShardRecord(
-            attempt=self.attempt,
-            rank=self.rank,
-            world=self.world,
-            node=self.node,
-            nodes=self.nodes,
-            node_ranks=self.node_ranks,
-            files=tuple(file.entry for file in self.files) if entries is None else tuple(entries),
-            layout=self.layout,
-            resumed_from=self.claim.resumed_from,
-            metrics=self.metrics,
-        )
-
-    def pack(self) -> bytes:
-        values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
-        values["attempt"] = self.attempt.to_dict()
-        values["claim"] = self.claim.to_dict()
-        values["retention"] = self.retention.to_dict()
-        values["metrics"] = [metric.to_dict() for metric in self.metrics]
-        values["files"] = [(f.name, f.offset, f.nbytes, f.crc32, f.origin) for f in self.files]
-        packed: bytes = msgpack.packb(values, unicode_errors="surrogateescape")
-        return packed
-
-    @classmethod
-    def unpack(cls, data: bytes) -> Header:
-        values = msgpack.unpackb(data, unicode_errors="surrogateescape")
-        values["attempt"] = Attempt.from_dict(values["attempt"])
-        values["claim"] = RunClaim.from_dict(values["claim"])
-        values["retention"] = Retention(**values["retention"])
-        values["metrics"] = tuple(map(Metric.from_dict, values["metrics"]))
-        values["files"] = tuple(SlotFile(*row) for row in values["files"])
-        values["node_ranks"] = tuple(values["node_ranks"])
-        values["confirmed"] = tuple(values["confirmed"]) if values["confirmed"] else None
-        return cls(**values)
-
-    @classmethod
-    def parse(cls, data: bytes) -> Header | None:
-        """``unpack``, or None for whatever else ``data`` may be."""
-        with contextlib.suppress(
-            CkptError, ValueError, TypeError, KeyError, AttributeError, RecursionError, msgpack.UnpackException
-        ):
-            return cls.unpack(data)
-        return None
 
 
 class Slot:
@@ -236,18 +133,17 @@ class Slot:
         if len(data) > DATA_OFFSET - _HEADER:
             raise SlotTooSmall(
                 f"the table of {len(header.files)} files needs {len(data)} bytes, a slot header has "
-                f"{DATA_OFFSET - _HEADER}: save fewer files per rank",
+                f"{DATA_OFFSET - _HEADER}: save fewer files per rank (a state dict is one file: {{'model.pt': state}})",
                 need_bytes=len(data),
                 have_bytes=DATA_OFFSET - _HEADER,
             )
-        self._put_record(_HEADER, _HEADER_REF, data)
+        self._cached = (self._put_record(_HEADER, _HEADER_REF, data), header)
 
     def header(self) -> Header | None:
         """The header record, if it is whole. Not yet a snapshot: see ``snapshot``."""
-        data = self._record(_HEADER, _HEADER_REF, DATA_OFFSET - _HEADER)
-        if data is None:
+        if (found := self._whole_header()) is None:
             return None
-        crc = zlib.crc32(data)
+        data, crc = found
         if self._cached is not None and self._cached[0] == crc:
             return self._cached[1]
         header = Header.parse(data)
@@ -255,6 +151,9 @@ class Slot:
             return None
         self._cached = (crc, header)
         return header
+
+    def _whole_header(self) -> tuple[bytes, int] | None:
+        return self._record(_HEADER, _HEADER_REF, DATA_OFFSET - _HEADER)
 
     def _describes_this(self, header: Header) -> bool:
         """Is it of this rank, and does every file lie within the data area? Native code copies from there."""
@@ -265,17 +164,20 @@ class Slot:
     def snapshot(self) -> tuple[Word, Header] | None:
         """The sealed attempt in this slot as of now; None if there is none or it is just changing."""
         word = self.word()
-        if word.state not in SNAPSHOT:
-            return None
-        header = self.header()
-        if header is None or _same_fill(self.word(), word) is False:
-            return None
-        return (word, header) if word.is_of(header.attempt.order) else None
+        header = self.header() if word.state in SNAPSHOT else None
+        return (word, header) if header is not None and self._still_holds(word, header.attempt.order) else None
 
     def view(self) -> SlotView:
-        found = self.snapshot()
-        state = found[0].state if found else self.word().state
-        return SlotView(self.name.local_rank, self.name.slot, state, found[1].attempt.order if found else None)
+        """What ``snapshot`` is of, without a look at the rest of its header: a rank views all slots of its node."""
+        word = self.word()
+        found = self._whole_header() if word.state in SNAPSHOT else None
+        order = order_in(found[0]) if found is not None else None
+        held = order is not None and self._still_holds(word, order)
+        state = word.state if held else self.word().state
+        return SlotView(self.name.local_rank, self.name.slot, state, order if held else None)
+
+    def _still_holds(self, word: Word, order: Order) -> bool:
+        return _same_fill(self.word(), word) and word.is_of(order)
 
     @property
     def progress_offset(self) -> int:
@@ -295,11 +197,10 @@ class Slot:
         self._put_record(_ERROR, _ERROR_REF, msgpack.packb(cut.to_dict(), unicode_errors="surrogateescape"))
 
     def error(self) -> Failure | None:
-        data = self._record(_ERROR, _ERROR_REF, 4096)
-        if data is None:
+        if (found := self._record(_ERROR, _ERROR_REF, 4096)) is None:
             return None
         with contextlib.suppress(CkptError, ValueError, TypeError, RecursionError, msgpack.UnpackException):
-            values: Mapping[str, object] = msgpack.unpackb(data, unicode_errors="surrogateescape")
+            values: Mapping[str, object] = msgpack.unpackb(found[0], unicode_errors="surrogateescape")
             return Failure.from_dict(values)
         return None
 
@@ -311,17 +212,21 @@ class Slot:
             self.before_unmap()
         self._mapping.close()
 
-    def _put_record(self, start: int, ref: int, data: bytes) -> None:
+    def _put_record(self, start: int, ref: int, data: bytes) -> int:
+        """The CRC of what was put."""
+        crc = zlib.crc32(data)
         self.memory[start : start + len(data)] = data
-        self.memory[ref : ref + _REF.size] = _REF.pack(len(data), zlib.crc32(data))
+        self.memory[ref : ref + _REF.size] = _REF.pack(len(data), crc)
         _C.fence()
+        return crc
 
-    def _record(self, start: int, ref: int, limit: int) -> bytes | None:
+    def _record(self, start: int, ref: int, limit: int) -> tuple[bytes, int] | None:
+        """A record and its CRC, if it is whole."""
         length, crc = _REF.unpack_from(self.memory, ref)
         if not 0 < length <= limit:
             return None
         data: bytes = self.memory[start : start + length]
-        return data if zlib.crc32(data) == crc else None
+        return (data, crc) if zlib.crc32(data) == crc else None
 
 
 def _same_fill(now: Word, then: Word) -> bool:

@@ -15,11 +15,12 @@ from typing import Any
 from ckpt_engine import _C, budget, listing
 from ckpt_engine.errors import Corrupt, NotFound, ShmFull, StorageError
 from ckpt_engine.group import Group, Place
+from ckpt_engine.header import Header
 from ckpt_engine.manifest import Attempt, Committed, FileEntry
 from ckpt_engine.metrics import by_name
 from ckpt_engine.names import Names, SegmentName
 from ckpt_engine.reading import Reading
-from ckpt_engine.slots import DATA_OFFSET, Header, Slot
+from ckpt_engine.slots import DATA_OFFSET, Slot
 from ckpt_engine.storage.base import Storage
 from ckpt_engine.waits import Deadline, pause
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckpt_engine.device import Lanes
-from ckpt_engine.slots import Slot, SlotFile
+from ckpt_engine.header import SlotFile
+from ckpt_engine.slots import Slot
 from ckpt_engine.staging import Fill, Planned
 
 

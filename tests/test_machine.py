@@ -26,12 +26,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ckpt_engine import _C, messages, shm
 from ckpt_engine.buffers import Buffers
 from ckpt_engine.control import RankPage
+from ckpt_engine.header import Header, SlotFile
 from ckpt_engine.manifest import Attempt, Failure, RunClaim
 from ckpt_engine.messages import Ended, Mailbox, Released, Wake
 from ckpt_engine.names import Names
 from ckpt_engine.retention import Retention
 from ckpt_engine.saving import seal
-from ckpt_engine.slots import CANCEL, DATA_OFFSET, Header, Slot, SlotFile
+from ckpt_engine.slots import CANCEL, DATA_OFFSET, Slot
 from ckpt_engine.states import (
     LEASED,
     SNAPSHOT,

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.errors import ConfigError, Corrupt, NotFound
+from ckpt_engine.header import Header, SlotFile
 from ckpt_engine.manifest import Attempt, Committed, FileEntry, Manifest, RunClaim, Shard
 from ckpt_engine.names import SegmentName
 from ckpt_engine.restore import Choice, Facts, Skipped, candidates, nothing_usable
 from ckpt_engine.retention import Retention
-from ckpt_engine.slots import Header, SlotFile
 from ckpt_engine.source import Candidate, Held
 
 ROOT, OTHER = "root-1", "root-2"

@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from harness import Lab
 
 from ckpt_engine import _C, shm, slots
 from ckpt_engine.errors import CkptError, ConfigError, ShmFull, SlotTooSmall, StagingError
+from ckpt_engine.header import Header, SlotFile, order_in
 from ckpt_engine.manifest import Attempt, Failure, RunClaim
 from ckpt_engine.metrics import Metric
 from ckpt_engine.names import Names, SegmentName
 from ckpt_engine.retention import Retention
-from ckpt_engine.slots import BREAKPOINT, CANCEL, DATA_OFFSET, RETIRED, Header, Slot, SlotFile, open_all
-from ckpt_engine.states import SNAPSHOT, State, Word
+from ckpt_engine.slots import BREAKPOINT, CANCEL, DATA_OFFSET, RETIRED, Slot, open_all
+from ckpt_engine.states import SNAPSHOT, SlotView, State, Word
 
 HASH = f"{os.getpid():016x}"
 ATTEMPT = Attempt(generation=3, run="a" * 16, seq=7, step=100, tag="global_step100", root_id="b" * 16)
@@ -84,6 +86,31 @@ def test_a_sealed_slot_says_in_another_mapping_what_was_put_into_it(slot: Slot, 
     found = other.snapshot()
     assert found is not None and found[1] == header() and found[0] == Word(State.READY, 9, 3, 7)
     assert other.view().order == (3, 7)
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda packed: packed[:-1],
+        lambda packed: b"",
+        lambda packed: msgpack.packb([1]),
+        lambda packed: msgpack.packb({"attempt": [3, 7]}),
+        lambda packed: msgpack.packb({"attempt": {"generation": 3, "seq": True}}),
+        lambda packed: msgpack.packb({"attempt": {"generation": 3.0, "seq": 7}}),
+        lambda packed: msgpack.packb({"attempt": {"generation": 4, "seq": 7}}),
+    ],
+)
+def test_a_view_has_no_order_where_the_header_record_is_anything_else(slot: Slot, damage: Any) -> None:
+    to(slot, State.FILLING, State.READY)
+    assert order_in(header().pack()) == (3, 7)
+    slot._put_record(slots._HEADER, slots._HEADER_REF, damage(header().pack()))
+    other = Slot.open(slot.name)
+    assert other is not None
+    for one in (slot, other):
+        assert one.snapshot() is None and one.view() == SlotView(
+            slot.name.local_rank, slot.name.slot, State.READY, None
+        )
     other.close()
 
 

@@ -17,10 +17,10 @@ from ckpt_engine.config import SaverOptions
 from ckpt_engine.control import Outcome
 from ckpt_engine.errors import Cancelled, CkptError, CommitTimeout, PersistError, StaleRun, StorageError
 from ckpt_engine.events import log, span
+from ckpt_engine.header import Header
 from ckpt_engine.manifest import Attempt, Failure, Receipt, ShardRecord
 from ckpt_engine.saver.ledger import Ledger
 from ckpt_engine.saver.outcomes import failure_of, node_of, outcome_from, outcome_of, parent_of, refusal, write_failure
-from ckpt_engine.slots import Header
 from ckpt_engine.storage.base import Storage
 from ckpt_engine.waits import Deadline
 

@@ -16,9 +16,10 @@ from ckpt_engine import messages, runs, shm
 from ckpt_engine.control import Outcome
 from ckpt_engine.errors import CkptError
 from ckpt_engine.events import log, span
+from ckpt_engine.header import Header
 from ckpt_engine.manifest import Attempt, Offer, RunClaim
 from ckpt_engine.saver.outcomes import node_of
-from ckpt_engine.slots import Header, Slot
+from ckpt_engine.slots import Slot
 from ckpt_engine.states import LEASED, Order, State
 from ckpt_engine.waits import Deadline
 

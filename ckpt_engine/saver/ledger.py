@@ -13,10 +13,10 @@ from ckpt_engine.config import SaverOptions
 from ckpt_engine.control import Outcome
 from ckpt_engine.errors import CkptError, ConfigError, Corrupt, StaleRun, StorageError
 from ckpt_engine.events import log, span, warn_once
+from ckpt_engine.header import Header
 from ckpt_engine.manifest import Attempt, Committed, Manifest, RunClaim, ShardRecord
 from ckpt_engine.record import MAX_RECORD_BYTES
 from ckpt_engine.saver.outcomes import node_of, parent_of
-from ckpt_engine.slots import Header
 from ckpt_engine.states import Order
 from ckpt_engine.storage.base import Storage
 from ckpt_engine.waits import Deadline

@@ -8,8 +8,8 @@ from ckpt_engine import commit, errors
 from ckpt_engine.control import Outcome
 from ckpt_engine.errors import Cancelled, CkptError, PersistError, StaleRun
 from ckpt_engine.events import log
+from ckpt_engine.header import Header
 from ckpt_engine.manifest import Attempt, Failure, Receipt, RunClaim
-from ckpt_engine.slots import Header
 from ckpt_engine.storage.base import Storage
 
 

@@ -22,11 +22,12 @@ from ckpt_engine import commit
 from ckpt_engine.disk_names import SCRIPTS
 from ckpt_engine.errors import Cancelled, CkptError, StorageError, StorageFull
 from ckpt_engine.events import log, span
+from ckpt_engine.header import Header, SlotFile
 from ckpt_engine.manifest import ShardRecord
 from ckpt_engine.messages import Message, Released
 from ckpt_engine.saver.committer import Committer
 from ckpt_engine.saver.outcomes import failure_of, node_of, parent_of
-from ckpt_engine.slots import BREAKPOINT, CANCEL, DATA_OFFSET, Header, Slot, SlotFile
+from ckpt_engine.slots import BREAKPOINT, CANCEL, DATA_OFFSET, Slot
 from ckpt_engine.states import State, Word
 from ckpt_engine.storage.base import Storage, write_range
 from ckpt_engine.storage.posix import calls_under_way

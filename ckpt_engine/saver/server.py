@@ -17,6 +17,7 @@ from ckpt_engine import locks, messages, shm
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.control import PROTOCOL, Outcome, Page, SaverPage
 from ckpt_engine.events import log, span, warn_once
+from ckpt_engine.header import Header
 from ckpt_engine.locks import make_run_dir
 from ckpt_engine.manifest import Attempt, Failure
 from ckpt_engine.messages import Ended, Mailbox, Message, Wake
@@ -27,7 +28,7 @@ from ckpt_engine.saver.outcomes import outcome_from, with_committed
 from ckpt_engine.saver.peers import Peer, Peers
 from ckpt_engine.saver.persist import Job, Writer
 from ckpt_engine.saver.stalls import Stalls
-from ckpt_engine.slots import BREAKPOINT, RETIRED, Header, Slot, open_all
+from ckpt_engine.slots import BREAKPOINT, RETIRED, Slot, open_all
 from ckpt_engine.states import Order, State, Word, tended
 from ckpt_engine.storage.posix import PosixStorage
 from ckpt_engine.waits import SLICE_S, Deadline

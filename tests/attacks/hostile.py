@@ -19,10 +19,11 @@ from disk_model import ROOT_ID, RUN, attempt_of, claim_of, content, publish, wri
 from ckpt_engine import commit, listing, restore, runs, settle, sweep
 from ckpt_engine.errors import CkptError
 from ckpt_engine.group import Alone, Place
+from ckpt_engine.header import Header
 from ckpt_engine.manifest import Failure, Lease, Manifest, Offer, Receipt
 from ckpt_engine.names import Names
 from ckpt_engine.record import digest_of
-from ckpt_engine.slots import Header, Slot
+from ckpt_engine.slots import Slot
 from ckpt_engine.source import Candidate, Share, Source
 from ckpt_engine.storage import PosixStorage
 

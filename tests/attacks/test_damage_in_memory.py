@@ -20,10 +20,11 @@ from harness import Lab, Process, kill, until
 
 from ckpt_engine import _C, control, shm
 from ckpt_engine.control import Page, RankPage, SaverPage
+from ckpt_engine.header import Header, SlotFile
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.names import Names, SegmentName
 from ckpt_engine.retention import Retention
-from ckpt_engine.slots import DATA_OFFSET, Header, Slot, SlotFile, open_all
+from ckpt_engine.slots import DATA_OFFSET, Slot, open_all
 from ckpt_engine.states import LEASED, STATES, State, Word
 
 HASH = "a77ac4000000" + f"{os.getpid() & 0xFFFF:04x}"

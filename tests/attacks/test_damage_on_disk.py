@@ -15,10 +15,10 @@ from disk_model import attempt_of, claim_of
 from ckpt_engine import commit, listing, runs, settle, sweep
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.errors import ConfigError, Corrupt, StaleRun, StorageError
+from ckpt_engine.header import Header
 from ckpt_engine.manifest import Attempt, Manifest
 from ckpt_engine.retention import Retention
 from ckpt_engine.saver.ledger import Ledger
-from ckpt_engine.slots import Header
 from ckpt_engine.storage import PosixStorage
 
 disk = PosixStorage()

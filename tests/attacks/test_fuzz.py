@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from ckpt_engine import disk_names, messages, names, shm
 from ckpt_engine.control import Outcome, Page, RankPage, SaverPage
 from ckpt_engine.errors import Corrupt, StorageError
+from ckpt_engine.header import Header
 from ckpt_engine.listing import read_manifest_at
 from ckpt_engine.manifest import (
     MAX_WORLD,
@@ -36,7 +37,7 @@ from ckpt_engine.manifest import (
 )
 from ckpt_engine.names import Names
 from ckpt_engine.record import MAX_RECORD_BYTES
-from ckpt_engine.slots import Header, Slot
+from ckpt_engine.slots import Slot
 from ckpt_engine.states import State, Word
 
 KINDS = (Manifest, ShardRecord, Receipt, RunClaim, Offer, Lease, RootId)

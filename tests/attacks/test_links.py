@@ -15,9 +15,9 @@ from disk_model import attempt_of, claim_of, write_node
 from ckpt_engine import commit
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.errors import CkptError, StorageError
+from ckpt_engine.header import Header
 from ckpt_engine.retention import Retention
 from ckpt_engine.saver.ledger import Ledger
-from ckpt_engine.slots import Header
 from ckpt_engine.storage.base import make_dirs, remove_tree, write_durably
 
 

@@ -14,11 +14,12 @@ from ckpt_engine import commit, runs
 from ckpt_engine.config import SaverOptions
 from ckpt_engine.control import Outcome
 from ckpt_engine.errors import CkptError, StorageError, StorageFull
+from ckpt_engine.header import Header, SlotFile
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.retention import Retention
 from ckpt_engine.saver.committer import Committer
 from ckpt_engine.saver.persist import Writer
-from ckpt_engine.slots import DATA_OFFSET, Header, SlotFile
+from ckpt_engine.slots import DATA_OFFSET
 
 from .fault_disk import FaultDisk
 

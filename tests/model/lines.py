@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ckpt_engine import restore, runs
+from ckpt_engine.header import Header, SlotFile
 from ckpt_engine.manifest import Attempt, Committed, FileEntry, Manifest, Offer, RunClaim, Shard
 from ckpt_engine.names import SegmentName
 from ckpt_engine.retention import Retention
-from ckpt_engine.slots import Header, SlotFile
 from ckpt_engine.source import Held
 
 from .explorer import Violation

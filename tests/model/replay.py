@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 from disk_model import ModelDisk, content
 
 from ckpt_engine.errors import StorageError
+from ckpt_engine.header import Header, SlotFile
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.names import SegmentName
 from ckpt_engine.retention import Retention
-from ckpt_engine.slots import DATA_OFFSET, Header, SlotFile
+from ckpt_engine.slots import DATA_OFFSET
 from ckpt_engine.states import State, Word, check_transition
 
 from .explorer import Violation

@@ -9,10 +9,10 @@ from disk_model import ROOT_ID, claim_of, write_node
 
 from ckpt_engine import commit, disk_names, listing, runs
 from ckpt_engine.config import SaverOptions
+from ckpt_engine.header import Header
 from ckpt_engine.manifest import Attempt
 from ckpt_engine.saver.committer import Committer
 from ckpt_engine.saver.persist import Job, Writer
-from ckpt_engine.slots import Header
 from ckpt_engine.states import State
 
 from .publishing import Act, Publishing

@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ckpt_engine.control import RankPage
+from ckpt_engine.header import Header
 from ckpt_engine.manifest import Attempt, RunClaim
 from ckpt_engine.retention import Retention
 from ckpt_engine.saver.peers import Peer
-from ckpt_engine.slots import Header
 from ckpt_engine.states import (
     SNAPSHOT,
     Order,
