@@ -200,10 +200,12 @@ def try_publish(
     world: int,
     runs: Iterable[RunClaim],
     node: int | None = None,
+    own: Receipt | None = None,
 ) -> Outcome:
     """Publish ``attempt`` if every receipt is there; idempotent, by any number of savers at once.
 
     ``runs``: as of now (``read_runs``). ``node``: this node, where the layout is node-local: it publishes its own.
+    ``own``: the only receipt that is needed, and on disk for nobody.
     Raises Cancelled: the directory is gone; StorageError: try again.
 
     After a crash: what was committed here before, or this attempt; ``settle.roll_forward`` finishes the rest.
@@ -216,7 +218,7 @@ def try_publish(
         return NotOnLine(older.attempt)
     if not on_the_line(attempt, runs):
         return NotOnLine()
-    decided = _decide(storage, root, attempt, nodes, world, node)
+    decided = _decide(storage, root, attempt, nodes, world, node, own)
     if not isinstance(decided, Manifest):
         return decided
     try:
@@ -229,10 +231,11 @@ def try_publish(
 
 
 def _decide(
-    storage: Storage, root: str, attempt: Attempt, nodes: int, world: int, node: int | None
+    storage: Storage, root: str, attempt: Attempt, nodes: int, world: int, node: int | None, own: Receipt | None
 ) -> Manifest | Waiting | Failed:
     wanted = range(nodes) if node is None else [node]
-    found = read_receipts(storage, root, attempt, wanted, node=node)
+    found: dict[int, Receipt | Failure]
+    found = read_receipts(storage, root, attempt, wanted, node=node) if own is None else {own.node: own}
     receipts = [receipt for receipt in found.values() if isinstance(receipt, Receipt)]
     for answer in found.values():
         failure = answer if isinstance(answer, Failure) else answer.failed

@@ -72,6 +72,11 @@ class Header:
         require(type(self.storage) is bool, "storage")
         require(all(type(file.offset) is int and file.offset >= 0 for file in self.files), "an offset")
 
+    @property
+    def decides_alone(self) -> bool:
+        """True if no other node waits for this one's receipt: its shard records say it all."""
+        return self.nodes == 1 or self.layout == "node-local"
+
     def shard_record(self, entries: Iterable[FileEntry] | None = None) -> ShardRecord:
         """What becomes durable; ``entries``: the files as they are on disk, where they were not staged by us."""
         return ShardRecord(

@@ -182,9 +182,8 @@ class Committer(threading.Thread):
                 outcome = self._step(pending)
             except Exception as defect:  # one attempt must not end, or block, the only committer
                 log.exception("defect while committing %s", pending.attempt.id)
-                outcome = self._fail(
-                    pending, Failure(pending.header.rank, f"defect: {type(defect).__name__}: {defect}")
-                )
+                reason = f"defect: {type(defect).__name__}: {defect}"
+                outcome = self._fail(pending, Failure(pending.header.rank, reason))
             if outcome is not None:
                 self._end(pending, outcome)
             if outcome is not None or not pending.receipted:
@@ -225,9 +224,9 @@ class Committer(threading.Thread):
 
     def _step(self, pending: Pending) -> Outcome | None:
         """Bring one attempt as far as it can go now; its outcome, or None: look again later."""
-        attempt = pending.attempt
+        header, attempt = pending.header, pending.attempt
         if pending.names is not None:
-            return self.ledger.named(pending.header, pending.names)
+            return self.ledger.named(header, pending.names)
         try:
             if pending.cancelled:
                 raise Cancelled(pending.cancelled)
@@ -240,24 +239,24 @@ class Committer(threading.Thread):
                 )
             if not pending.receipted:
                 with span("receipt", step=attempt.step, attempt=attempt.id):
-                    receipt = Receipt.of(pending.shards.values())
-                    commit.write_receipt(self._storage, parent_of(pending.header), receipt)
+                    if not header.decides_alone:
+                        commit.write_receipt(self._storage, parent_of(header), Receipt.of(pending.shards.values()))
                 pending.receipted = True
                 pending.deadline = Deadline(self._options.commit_s)
             return self._publish(pending)
         except Cancelled as error:
-            return outcome_of(error, pending.header, status="cancelled")
+            return outcome_of(error, header, status="cancelled")
         except StorageError as error:
             pending.retry = pending.retry or Deadline(self._options.retry_s)
             if pending.retry.expired():
-                return self._fail(pending, failure_of(error, pending.header.rank))
+                return self._fail(pending, failure_of(error, header.rank))
             log.warning("commit of %s: %s; trying again", attempt.id, error)
             return None
         except CommitTimeout as error:
             self._fail(pending, failure_of(error, -1))
-            return outcome_of(error, pending.header)
+            return outcome_of(error, header)
         except PersistError as error:
-            return self._fail(pending, failure_of(error, pending.header.rank))
+            return self._fail(pending, failure_of(error, header.rank))
 
     def _publish(self, pending: Pending) -> Outcome | None:
         header, attempt = pending.header, pending.attempt
@@ -265,8 +264,9 @@ class Committer(threading.Thread):
         place, nodes, world = parent_of(header), header.nodes, header.world
         line = known if place == header.root else ()  # another directory has no line of its own
         with span("publish", step=attempt.step, attempt=attempt.id) as facts:
+            own = Receipt.of(pending.shards.values()) if header.decides_alone else None
             result = commit.try_publish(
-                self._storage, place, attempt, nodes=nodes, world=world, runs=line, node=node_of(header)
+                self._storage, place, attempt, nodes=nodes, world=world, runs=line, node=node_of(header), own=own
             )
             facts["result"] = type(result).__name__
         if isinstance(result, commit.Published):

@@ -34,6 +34,8 @@ BEFORE = {
     "renaming the manifest": {"op": "rename", "path": r"/MANIFEST"},
 }
 """Where a save can be refused before it is committed."""
+NODES = dict.fromkeys(BEFORE, "aa") | {"renaming the receipt": "ab"}
+"""A node alone makes no receipt."""
 AFTER = {
     "linking a plain name": {"op": "link", "path": r"/global_step\d+/rank"},
     "writing latest": {"op": "write", "data": "^global_step"},
@@ -83,7 +85,7 @@ def test_refused_writes_fail_that_save_with_their_number_and_the_next_one_works(
 def test_what_is_refused_once_is_tried_again_and_what_is_refused_always_fails_that_save_alone(
     lab: Lab, disk: Disk, where: str
 ) -> None:
-    team = Team(lab, "aa", saver={"retry_s": 0.6}).open()
+    team = Team(lab, NODES[where], saver={"retry_s": 0.6}).open()
     team.commit(1)
     once = errno.EINTR if "the tag's" in where else errno.EIO  # a rank does not wait for a disk to be well again
     disk.obey(BEFORE[where] | {"errno": once, "count": 1})
@@ -286,7 +288,7 @@ def test_a_checkpoint_that_another_removes_while_it_is_saved_stays_removed_and_t
     lab: Lab, disk: Disk, where: str
 ) -> None:
     """A framework's rotation on another client, which asks nobody."""
-    team = Team(lab, "aa", saver=TIRED).open()
+    team = Team(lab, NODES.get(where, "aa"), saver=TIRED).open()
     team.commit(1)
     until(lambda: settled(lab.root, "global_step1"), 10)
     stuck(disk, {**BEFORE, **AFTER}[where])

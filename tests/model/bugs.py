@@ -42,11 +42,11 @@ def superseded_early(views: Iterable[SlotView], local_ranks: Collection[int]) ->
 
 
 def decide_without_missing(
-    storage: Storage, root: str, attempt: Attempt, nodes: int, world: int, on_node: int | None
+    storage: Storage, root: str, attempt: Attempt, nodes: int, world: int, on_node: int | None, own: Receipt | None
 ) -> Manifest | commit.Waiting | commit.Failed:
     """A node without a receipt counts as one without files."""
-    found = commit.read_receipts(storage, root, attempt, range(nodes), node=on_node)
-    records = [record for one in found.values() if isinstance(one, Receipt) for record in one.shards]
+    found = [*commit.read_receipts(storage, root, attempt, range(nodes), node=on_node).values(), own]
+    records = [record for one in found if isinstance(one, Receipt) for record in one.shards]
     if not records:
         return commit.Waiting(tuple(range(nodes)), tuple(range(world)))
     files = {record.rank: record.files for record in records}

@@ -42,7 +42,9 @@ def publish(header: Header) -> Act:
     def all_there(disk: Disk) -> bool:
         path = commit.attempt_path(ROOT, header.attempt)
         committed = listing.read_manifest(disk, header.commit_dir)
-        there = all(disk.size(f"{path}/{disk_names.receipt(node)}") is not None for node in range(header.nodes))
+        there = header.decides_alone or all(
+            disk.size(f"{path}/{disk_names.receipt(node)}") is not None for node in range(header.nodes)
+        )
         return there or (committed is not None and committed.attempt.order >= header.attempt.order)
 
     return Act(f"publishing {header.attempt.id}", lambda storage: _commit(storage, header, receipted=True), all_there)
