@@ -35,7 +35,7 @@ class Later:
         self._flying: list[tuple[int, Handle, str]] = []
         self._committed = -1
         self._acts: list[_Act] = []
-        self._threads: list[threading.Thread] = []
+        self._going: dict[threading.Thread, str] = {}  # what each is removing
 
     def saved(self, handle: Handle | None, path: str) -> None:
         """One more save, into ``path``: which is not to be removed any more. None: it has failed already."""
@@ -47,8 +47,9 @@ class Later:
 
     def forget(self, path: str) -> None:
         """Not to be removed any more: it is being saved anew."""
-        if self.removes(path):
+        if self.removes(path) or path in self._going.values():
             self._acts = [one for one in self._acts if one.removes != path]
+            self._going = {thread: "" if where == path else where for thread, where in self._going.items()}
             self._note()
 
     def add(self, act: Callable[[], None], *, removes: str = "", one_more: bool = False) -> None:
@@ -68,7 +69,8 @@ class Later:
 
     def _note(self) -> None:
         base = os.path.dirname(self._notes)  # a copy of the directory speaks of itself
-        pending = [os.path.relpath(one.removes, base) for one in self._acts if one.removes]
+        wanted = {*(one.removes for one in self._acts), *self._going.values()} - {""}
+        pending = [os.path.relpath(path, base) for path in sorted(wanted)]
         with contextlib.suppress(OSError):  # without it a crash leaves what was to go
             if pending:
                 with open(f"{self._notes}.new", "w", encoding="utf-8", errors="surrogateescape") as file:
@@ -81,11 +83,18 @@ class Later:
         """``act`` runs when no save is in flight."""
         self._acts.append(_Act(act, None, ""))
 
-    def aside(self, act: Callable[[], object]) -> None:
-        """``act`` in a thread: removing takes its time."""
+    def aside(self, act: Callable[[], object], *, removes: str = "") -> None:
+        """``act`` in a thread: removing takes its time, and is noted until it is done."""
         thread = threading.Thread(target=_try, args=(act,), name="remove a checkpoint")
-        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         thread.start()
+        self._going[thread] = removes
+
+    def _gone(self) -> None:
+        done = {thread: path for thread, path in self._going.items() if not thread.is_alive()}
+        for thread in done:
+            del self._going[thread]
+        if any(done.values()):
+            self._note()
 
     def removes(self, path: str) -> bool:
         return any(one.removes == path for one in self._acts)
@@ -95,6 +104,7 @@ class Later:
 
     def run(self) -> None:
         """Everything whose time has come; trouble is logged."""
+        self._gone()
         if not self._acts:
             return
         self._look()
@@ -122,8 +132,9 @@ class Later:
 
     def end(self) -> None:
         """What cannot happen any more is named."""
-        for thread in self._threads:
+        for thread in self._going:
             thread.join()
+        self._gone()
         for one in self._acts:
             if one.removes:
                 log.warning("%s stays for now: no checkpoint was committed after it", one.removes)

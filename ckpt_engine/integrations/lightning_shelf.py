@@ -7,6 +7,7 @@ is the name, with ``%2F`` for a slash. Of rank 0, but for ``tag``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -115,7 +116,7 @@ class Shelf:
             self._shown.discard(path)
         found = self._committed(path)
         for one in found:
-            later.aside(lambda one=one: self._remove(path, one))  # type: ignore[misc]
+            later.aside(functools.partial(self._remove, path, one), removes=path)
         if not found and os.path.islink(path):
             os.unlink(path)
         elif not os.path.islink(path) and not (found and self._deepspeed):

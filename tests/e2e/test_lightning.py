@@ -435,8 +435,7 @@ def test_the_example_killed_at_a_step_goes_on_with_the_same_numbers(zero: str, r
     assert finals(again) == finals(calm)
     folder = Path(lab.dir, "killed")
     root = str(folder if zero != "none" else folder / "ckpt_engine")
-    there = set(tags(root)) - {"epoch=0-step=8.ckpt"}  # killed before 16 was committed, nobody removes that
-    assert there == {"epoch=1-step=24.ckpt", "last.ckpt"}, "the older and the snapshot have gone"
+    assert sorted(tags(root)) == ["epoch=1-step=24.ckpt", "last.ckpt"], "the older and the snapshot have gone"
     stock, theirs = (go(folder, "--plain", "--steps", "30")[1] for folder in ("killed", "calm"))
     assert finals(stock) == finals(theirs), "Lightning resumes from it without us"
     assert len(finals(stock)) == ranks and "start: step 0" not in stock
