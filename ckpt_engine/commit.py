@@ -1,7 +1,8 @@
 """Receipts, completeness, publish: pure functions over ``storage``.
 
 The life of an attempt on disk: every rank's files and shard record below the attempt's directory → one receipt per
-node → whoever sees all receipts writes the manifest (now the checkpoint counts) → plain names → ``latest``.
+node, if there are several → whoever sees all receipts writes the manifest (now the checkpoint counts) → plain names
+→ ``latest``.
 Any number of savers may do the last three at once, and die anywhere in them (see ``settle``).
 """
 
@@ -205,7 +206,7 @@ def try_publish(
     """Publish ``attempt`` if every receipt is there; idempotent, by any number of savers at once.
 
     ``runs``: as of now (``read_runs``). ``node``: this node, where the layout is node-local: it publishes its own.
-    ``own``: the only receipt that is needed, and on disk for nobody.
+    ``own``: the receipt of a node that needs no other's; none on disk is asked then.
     Raises Cancelled: the directory is gone; StorageError: try again.
 
     After a crash: what was committed here before, or this attempt; ``settle.roll_forward`` finishes the rest.

@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ckpt_engine import commit, errors, listing
+from ckpt_engine import commit, errors, listing, sweep
 from ckpt_engine.config import Options
 from ckpt_engine.control import Outcome
 from ckpt_engine.errors import AttemptFailed, Cancelled, CkptError, CommitTimeout, Corrupt, StorageError, StorageFull
 from ckpt_engine.events import log
 from ckpt_engine.link import Link
-from ckpt_engine.manifest import Attempt
+from ckpt_engine.manifest import Attempt, Committed
 from ckpt_engine.messages import LOOK_S
 from ckpt_engine.storage.base import Storage
 from ckpt_engine.waits import Deadline
@@ -59,10 +59,11 @@ class Destination:
     node: int | None = None
 
     def holds(self, attempt: Attempt) -> bool:
-        """True if its manifest is there; what cannot be read now may be later."""
+        """True if its manifest is there, and its files have their plain names; what cannot be read now may be later."""
         with contextlib.suppress(Corrupt, StorageError):
             found = listing.read_manifest(self.storage, self.path, self.node)
-            return found is not None and found.attempt == attempt
+            if found is not None and found.attempt == attempt:
+                return not sweep.unsettled(self.storage, Committed(found, self.path))
         return False
 
     def missing(self, attempt: Attempt) -> tuple[int, ...]:

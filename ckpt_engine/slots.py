@@ -168,7 +168,7 @@ class Slot:
         return (word, header) if header is not None and self._still_holds(word, header.attempt.order) else None
 
     def view(self) -> SlotView:
-        """What ``snapshot`` is of, without a look at the rest of its header: a rank views all slots of its node."""
+        """What ``snapshot`` is of, if all the rest of its header is in order: a rank views every slot of its node."""
         word = self.word()
         found = self._whole_header() if word.state in SNAPSHOT else None
         order = order_in(found[0]) if found is not None else None

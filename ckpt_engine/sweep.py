@@ -35,7 +35,7 @@ def remove_checkpoint(storage: Storage, committed: Committed) -> Removal:
     Does nothing if it is pinned, the manifest names another attempt meanwhile, or a later one is on its way under this
     tag. Whoever pins writes the pin, then looks for the manifest; here the manifest goes, then comes a look for a pin:
     of two at once, one sees the other.
-    REQUIRES: the caller writes no receipt for this tag while it runs.
+    REQUIRES: the caller writes no receipt or manifest for this tag while it runs.
 
     After a crash: still committed, or a tombstone that ``sweep`` follows up.
     """
@@ -121,7 +121,7 @@ class _Sweep:
             return
         before = len(self.gone)
         for one in committed:
-            if _unsettled(self.storage, one):
+            if unsettled(self.storage, one):
                 roll_forward(self.storage, self.root, os.path.basename(folder))
         manifests = {one.manifest.node: one.manifest for one in committed}
         for entry in self.storage.list_dir(folder):
@@ -172,7 +172,7 @@ class _Sweep:
             self.gone.append(path)
 
 
-def _unsettled(storage: Storage, one: Committed) -> bool:
+def unsettled(storage: Storage, one: Committed) -> bool:
     """A publish that died after its manifest: some first name has no plain name beside it."""
     name = disk_names.attempt_dir(one.manifest.attempt.id, one.manifest.node)
     if storage.size(os.path.join(one.commit_dir, name)) is None:

@@ -29,6 +29,7 @@ from disk_model import (
 
 from ckpt_engine import commit, disk_names, listing, runs, settle
 from ckpt_engine.errors import Cancelled, PersistError, StorageError
+from ckpt_engine.handles import Destination
 from ckpt_engine.manifest import Failure, FileEntry, Receipt, ShardRecord
 from ckpt_engine.storage import PosixStorage
 
@@ -435,7 +436,10 @@ def test_whoever_finds_a_manifest_finishes_names_and_latest_before_it_says_publi
         patch.setattr(commit, "finish", killed)
         publish(disk, "/root", B)
     assert disk.read_small("/root/latest", 99) == b"one"
+    where = Destination(disk, "/root/two", (0, 1))
+    assert listing.read_manifest(disk, "/root/two") is not None and not where.holds(B), "no handle says so before names"
     done = publish(disk, "/root", B)
+    assert where.holds(B) and not where.holds(A)
     assert isinstance(done, commit.Published) and done.trouble is None
     assert disk.read_small("/root/latest", 99) == b"two"
     assert plain(disk, "/root/two") == {"model_states.pt": content(B, "model_states.pt")}

@@ -84,7 +84,7 @@ class Later:
         self._acts.append(_Act(act, None, ""))
 
     def aside(self, act: Callable[[], object], *, removes: str = "") -> None:
-        """``act`` in a thread: removing takes its time, and is noted until it is done."""
+        """``act`` in a thread: removing takes its time, and is noted until it has ended."""
         thread = threading.Thread(target=_try, args=(act,), name="remove a checkpoint")
         thread.start()
         self._going[thread] = removes

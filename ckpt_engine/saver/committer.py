@@ -1,9 +1,9 @@
 """Shard records → receipt → publish → latest → outcome → retention. One thread, receipts strictly in order.
 
 An attempt is *pending* from its first durable or failed shard on this node to its outcome. When every rank of the
-node has a shard record, the receipt is written; then this saver, like every other, looks for the receipts of all
-nodes until it can publish, or finds a manifest, a failure, a newer run or the deadline. An attempt that waits for
-another node, where a rank may never have entered it, keeps none of those that follow. Its end is told before retention.
+node has a shard record, the receipt is written, unless the node decides alone; then this saver, like every other, looks
+for the receipts of all nodes until it can publish, or finds a manifest, a failure, a newer run or the deadline. What
+waits for another node, where a rank may never have entered it, keeps none of those that follow. Retention comes last.
 """
 
 from __future__ import annotations

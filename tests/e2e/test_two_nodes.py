@@ -29,6 +29,27 @@ def test_a_commit_needs_the_receipts_of_both_nodes(lab: Lab) -> None:
     team.leave()
 
 
+@pytest.mark.parametrize(("nodes", "layout"), [("aa", "shared"), ("ab", "node-local")])
+def test_a_node_that_decides_alone_writes_no_receipt_whatever_comes_of_the_save(
+    lab: Lab, nodes: str, layout: str
+) -> None:
+    team = Team(lab, nodes, layout=layout, **SHORT).open()
+    faults(lab, {"who": "saver", "verb": "rename", "path": "/.receipt-", "errno": errno.EIO})
+    team.commit(1)
+    faults(
+        lab,
+        {"who": "saver", "verb": "rename", "path": "/.receipt-", "errno": errno.EIO},
+        {"who": "saver", "verb": "write_new", "direct": True, "errno": errno.EACCES},
+    )
+    team.ok("save", step=2, storage=True)
+    assert all("error" in answer for answer in team.all("result", step=2))
+    assert not [name for _, _, names in os.walk(lab.root) for name in names if ".receipt" in name]
+    faults(lab)
+    team.commit(3)
+    assert not [name for _, _, names in os.walk(lab.root) for name in names if ".receipt" in name]
+    team.leave()
+
+
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, "StorageFull"), (errno.EIO, "StorageError")])
 def test_a_node_whose_storage_fails_fails_both_handles_and_the_next_save_commits(
     lab: Lab, number: int, kind: str
