@@ -170,14 +170,23 @@ class Slot:
     def view(self) -> SlotView:
         """What ``snapshot`` is of, if all the rest of its header is in order: a rank views every slot of its node."""
         word = self.word()
-        found = self._whole_header() if word.state in SNAPSHOT else None
-        order = order_in(found[0]) if found is not None else None
+        order = self._order() if word.state in SNAPSHOT else None
         held = order is not None and self._still_holds(word, order)
         state = word.state if held else self.word().state
         return SlotView(self.name.local_rank, self.name.slot, state, order if held else None)
 
+    def _order(self) -> Order | None:
+        if (found := self._whole_header()) is None:
+            return None
+        data, crc = found
+        if self._cached is not None and self._cached[0] == crc:
+            return self._cached[1].attempt.order
+        return order_in(data)
+
     def _still_holds(self, word: Word, order: Order) -> bool:
-        return _same_fill(self.word(), word) and word.is_of(order)
+        """Only the state may have moved, within the snapshot states."""
+        now = self.word()
+        return now.state in SNAPSHOT and replace(now, state=word.state) == word and word.is_of(order)
 
     @property
     def progress_offset(self) -> int:
@@ -227,15 +236,6 @@ class Slot:
             return None
         data: bytes = self.memory[start : start + length]
         return (data, crc) if zlib.crc32(data) == crc else None
-
-
-def _same_fill(now: Word, then: Word) -> bool:
-    """True if the slot still holds what it held: only the state may have moved, within the snapshot states."""
-    return now.state in SNAPSHOT and (now.incarnation, now.generation, now.seq) == (
-        then.incarnation,
-        then.generation,
-        then.seq,
-    )
 
 
 def open_all(names: list[SegmentName], known: dict[SegmentName, Slot]) -> dict[SegmentName, Slot]:
