@@ -16,7 +16,7 @@ from ckpt_engine.link import Link
 from ckpt_engine.manifest import Attempt, Committed
 from ckpt_engine.messages import LOOK_S
 from ckpt_engine.storage.base import Storage
-from ckpt_engine.waits import Deadline
+from ckpt_engine.waits import SLICE_S, Deadline
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,12 @@ class Handle:
         Raises what went wrong: StorageFull, StorageError, AttemptFailed, StaleRun, Cancelled, CommitTimeout (with the
         ranks whose part is missing), SaverDied. The snapshot in memory and older checkpoints are intact.
         """
-        deadline = patience(self._link.options, timeout_s)
-        if not self._look() and not self._link.wait(self._look, deadline):
+        deadline, silent = patience(self._link.options, timeout_s), Deadline(SLICE_S)
+
+        def known() -> bool:
+            return self._look() if silent.expired() else self.done()  # the saver tells it when ``latest`` is there, too
+
+        if not known() and not self._link.wait(known, deadline) and not self._look():
             raise self._late(deadline.elapsed())
         if isinstance(self._end, Published):
             return self._end

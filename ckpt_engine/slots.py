@@ -176,9 +176,7 @@ class Slot:
         return SlotView(self.name.local_rank, self.name.slot, state, order if held else None)
 
     def _order(self) -> Order | None:
-        if (found := self._whole_header()) is None:
-            return None
-        data, crc = found
+        data, crc = self._whole_header() or (b"", -1)
         if self._cached is not None and self._cached[0] == crc:
             return self._cached[1].attempt.order
         return order_in(data)
