@@ -292,7 +292,7 @@ class Committer(threading.Thread):
         return None
 
     def _fail(self, pending: Pending, failure: Failure) -> Outcome:
-        write_failure(self._storage, pending.header, failure, alone=not pending.shards)
+        write_failure(self._storage, pending.header, failure, nothing_there=not pending.shards)
         return outcome_from(failure, pending.header)
 
     def reopen(self, header: Header) -> None:

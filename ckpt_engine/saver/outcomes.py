@@ -36,16 +36,16 @@ def failure_of(error: Exception, rank: int) -> Failure:
     )
 
 
-def write_failure(storage: Storage, header: Header, failure: Failure, *, alone: bool) -> None:
+def write_failure(storage: Storage, header: Header, failure: Failure, *, nothing_there: bool) -> None:
     """The failure receipt, so that other nodes need not wait, if any does; best effort, the storage may be the cause.
 
-    ``alone``: nothing of this attempt was written on this node, so its directory may be missing yet.
+    ``nothing_there``: nothing of this attempt was written on this node, so its directory may be missing yet.
     """
     if header.decides_alone:
         return
     receipt = Receipt(header.attempt, header.node, header.nodes, header.world, header.layout, (), failure)
     try:
-        if alone:  # what fails in a rank may be faster than those that copy
+        if nothing_there:  # what fails in a rank may be faster than those that copy
             commit.make_tag_dir(storage, parent_of(header), header.attempt.tag)
         commit.make_attempt_dir(storage, parent_of(header), header.attempt, node=node_of(header))
         commit.write_receipt(storage, parent_of(header), receipt)
