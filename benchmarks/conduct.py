@@ -11,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import json
 import random
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from crew import HERE, Crew, NotRun, Setting, Spec, free_mib, settle
+from disk import fio
 from rows import Rows, median, pick
 
 OURS, RAW = "ckpt_engine, memory", "raw: "
@@ -271,7 +270,7 @@ class Batch:
     def fio(self, repeat: int) -> None:
         settle()
         try:
-            seconds = fio(self.work, self.setting.mib)
+            seconds = fio(self.work, self.setting.mib << 20)
         except NotRun as error:
             if repeat == 0:
                 self.rows.add(kind="not run", **self.facts, system="fio", reason=str(error))
@@ -460,18 +459,3 @@ def synced(lines: list[str], below: str) -> tuple[int, int]:
             else:
                 syncs, nbytes = syncs + 1, nbytes + written.pop(path[1], 0)
     return syncs, nbytes
-
-
-def fio(work: Path, mib: int) -> float:
-    """Seconds in which fio writes and syncs ``mib`` MiB, past the page cache, in blocks like ours. Raises NotRun."""
-    if shutil.which("fio") is None:
-        raise NotRun("fio is not installed")
-    work.mkdir(parents=True, exist_ok=True)
-    words = ["fio", "--name=a", f"--filename={work}/fio", f"--size={mib}M", "--rw=write", "--direct=1"]
-    words += [f"--bs={min(8, mib)}M", "--ioengine=libaio", "--iodepth=4", "--end_fsync=1", "--output-format=json"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    (work / "fio").unlink(missing_ok=True)
-    if done.returncode:
-        raise NotRun(f"fio: {done.stderr.strip()[:200]}")
-    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    return max(float(job["job_runtime"]), float(job["write"]["runtime"])) / 1e3

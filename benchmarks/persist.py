@@ -15,20 +15,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import json
 import mmap
 import os
 import random
 import resource
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
-from crew import refuse_unless_free
+from crew import NotRun, refuse_unless_free
+from disk import BLOCK_MIB, fio
 from rows import Row, Rows, common_options, median, pick, scratch, table, verdict
 
 from ckpt_engine import CheckpointEngine, locks
@@ -38,7 +36,6 @@ from ckpt_engine.storage.base import write_range
 from ckpt_engine.storage.posix import PosixStorage
 from ckpt_engine.waits import Deadline
 
-BLOCK_MIB = 8
 REST_S = 0.3
 """Between two turns, for what the disk (or the host behind it) does after a sync: else the next one pays for it."""
 BUSY = (State.QUEUED, State.PERSISTING)
@@ -46,25 +43,8 @@ OF_FIO, CPU_S_PER_GB = 0.9, 0.1
 """Targets: of the best fio, and processor time."""
 
 
-def fio(work: Path, nbytes: int, *, write: bool, depth: int, block_mib: int = BLOCK_MIB) -> float:
-    """Seconds in which fio writes (and syncs) a new file, or reads it; NaN where there is no fio."""
-    if shutil.which("fio") is None:
-        return float("nan")
-    path = work / "fio"
-    words = ["fio", "--name=a", f"--filename={path}", f"--size={nbytes}", f"--bs={block_mib}M", "--direct=1"]
-    words += ["--ioengine=io_uring", f"--iodepth={depth}", "--output-format=json"]
-    words += ["--rw=write", "--end_fsync=1"] if write else ["--rw=read"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    if done.returncode != 0:
-        return float("nan")
-    report = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    return float(report["write" if write else "read"]["runtime"]) / 1e3
-
-
-def new_file_by_fio(work: Path, nbytes: int, depth: int) -> Row:
-    took = fio(work, nbytes, write=True, depth=depth)
-    (work / "fio").unlink(missing_ok=True)
-    return {"s": took}
+def by_fio(work: Path, nbytes: int, depth: int) -> Row:
+    return {"s": fio(work, nbytes, depth=depth)}
 
 
 def cached_bytes(path: Path) -> int:
@@ -140,7 +120,7 @@ def measure(args: argparse.Namespace, rows: Rows, work: Path) -> None:
     storage = PosixStorage()
     ways: dict[str, Callable[[], Row]] = {}
     for depth in (1, 2, 4):
-        ways[f"fio, {BLOCK_MIB} MiB, {depth} in flight"] = partial(new_file_by_fio, work, nbytes, depth)
+        ways[f"fio, {BLOCK_MIB} MiB, {depth} in flight"] = partial(by_fio, work, nbytes, depth)
 
     def writer(of: Saver) -> Row:
         path = work / "writer"
@@ -182,7 +162,12 @@ def measure(args: argparse.Namespace, rows: Rows, work: Path) -> None:
             for name in names:
                 os.sync()
                 time.sleep(REST_S)
-                row = ways[name]()
+                try:
+                    row = ways[name]()
+                except NotRun as error:
+                    rows.add(kind="not run", way=name, reason=str(error))
+                    del ways[name]
+                    continue
                 if repeat:
                     rows.add(kind="write", way=name, mib=args.mib, gbs=nbytes / row["s"] / 1e9, **row)
 
@@ -190,7 +175,7 @@ def measure(args: argparse.Namespace, rows: Rows, work: Path) -> None:
 def summaries(rows: Rows) -> list[Row]:
     ways = list(dict.fromkeys(row["way"] for row in rows.of("write")))
     speed = {way: median([row["gbs"] or 0.0 for row in rows.of("write", way=way)]) for way in ways}
-    disk = max(gbs for way, gbs in speed.items() if way.startswith("fio"))
+    disk = max((gbs for way, gbs in speed.items() if way.startswith("fio")), default=0.0)
     for way in ways:
         found = pick(rows.rows, kind="write", way=way)
         facts = {

@@ -17,11 +17,9 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 Row = dict[str, Any]
 
 
-def bench(name: str, *words: object, cwd: Path, path: str = "", fails: bool = False) -> str:
+def bench(name: str, *words: object, cwd: Path, fails: bool = False, **variables: str) -> str:
     """What a benchmark prints; it must end well, or not, as told."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    if path:
-        environment["PYTHONPATH"] = path
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} | variables
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / f"{name}.py"), *map(str, words)],
         cwd=cwd,
@@ -186,17 +184,40 @@ def told(tmp_path: Path, kind: str, commands: list[Row]) -> list[Row]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_persist_measures_the_disk_the_writer_and_a_real_saver(tmp_path: Path) -> None:
-    text = bench("persist", "--mib", 8, "--files", 1, 3, "--repeats", 1, "--json", "rows", cwd=tmp_path)
+def fakes(folder: Path, *, has_fio: bool) -> dict[str, str]:
+    """A PATH with a fio that says it took a second, or with none: machines differ."""
+    folder.mkdir()
+    if has_fio:
+        (folder / "fio").write_text(FIO)
+        (folder / "fio").chmod(0o755)
+    return {"PATH": str(folder)}
+
+
+FIO = """#!/bin/sh
+echo 'a warning {"jobs": [{"job_runtime": 1000, "write": {"runtime": 999}, "read": {"runtime": 998}}]}'
+"""
+
+
+@pytest.mark.parametrize("has_fio", [True, False])
+def test_persist_measures_the_disk_the_writer_and_a_real_saver(tmp_path: Path, has_fio: bool) -> None:
+    words = ["--mib", 8, "--files", 1, 3, "--repeats", 1, "--json", "rows"]
+    text = bench("persist", *words, cwd=tmp_path, **fakes(tmp_path / "bin", has_fio=has_fio))
     rows = [row for row in rows_of(tmp_path / "rows") if row["kind"] == "summary"]
-    assert {"writer, 1 file", "saver, 1 file", "saver, 3 files", "torch.save + fsync"} <= {row["way"] for row in rows}
-    assert all(row["s"] > 0 for row in rows if not row["way"].startswith("fio"))
+    ours = {"writer, 1 file", "saver, 1 file", "saver, 3 files", "torch.save + fsync"}
+    disk = {f"fio, 8 MiB, {depth} in flight" for depth in (1, 2, 4)} if has_fio else set()
+    assert {row["way"] for row in rows} == ours | disk
+    assert all(row["s"] > 0 if row["way"] in ours else row["s"] == 1 for row in rows)
+    assert [row["of_fio"] is not None for row in rows] == [has_fio] * len(rows)
+    assert ("fio is not installed" in text) is not has_fio
     assert "of best fio" in text and not any("persist-" in name for name in os.listdir("/dev/shm"))
 
 
-def test_restore_measures_memory_and_storage_cold_and_warm(tmp_path: Path) -> None:
-    text = bench("restore", "--mib", 8, "--tensors", 4, "--repeats", 1, "--json", "rows", cwd=tmp_path)
+@pytest.mark.parametrize("has_fio", [True, False])
+def test_restore_measures_memory_and_storage_cold_and_warm(tmp_path: Path, has_fio: bool) -> None:
+    words = ["--mib", 8, "--tensors", 4, "--repeats", 1, "--json", "rows"]
+    text = bench("restore", *words, cwd=tmp_path, **fakes(tmp_path / "bin", has_fio=has_fio))
     ways = {row["way"] for row in rows_of(tmp_path / "rows") if row["kind"] == "summary"}
+    assert ("fio, 8 MiB, 4 in flight" in ways) is has_fio
     assert {"restore, memory", "restore, storage, cold", "restore, storage, warm", "torch.load, warm"} <= ways
     assert "of torch.load" in text
 
