@@ -16,14 +16,31 @@
 
 namespace ckpt {
 
+constexpr size_t kSlices = 16;
+
+// kTables[k][b]: the register after the byte b and k zero bytes.
+inline constexpr auto kTables = [] {
+    std::array<std::array<uint32_t, 256>, kSlices> tables{};
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+        uint32_t reg = byte;
+        for (int bit = 0; bit < 8; ++bit) reg = reg >> 1 ^ (0xEDB88320u & (0u - (reg & 1)));
+        tables[0][byte] = reg;
+    }
+    for (size_t k = 1; k < kSlices; ++k)
+        for (size_t b = 0; b < 256; ++b) tables[k][b] = tables[k - 1][b] >> 8 ^ tables[0][tables[k - 1][b] & 255];
+    return tables;
+}();
+
 // Product of two polynomials modulo that of the CRC; bit 31 stands for x^0, bit 0 for x^31.
 constexpr uint32_t multiply(uint32_t a, uint32_t b) {
-    uint32_t product = 0;
-    for (int bit = 31; bit >= 0; --bit) {
-        product ^= b & (0u - (a >> bit & 1));
-        b = (b >> 1) ^ (0xEDB88320u & (0u - (b & 1)));  // times x
-    }
-    return product;
+    uint64_t multiples[16] = {};  // of b by all polynomials of four bits
+    for (size_t i = 1; i < 16; ++i) multiples[i] = i & 1 ? multiples[i - 1] ^ b : multiples[i / 2] << 1;
+    uint64_t product = 0;
+    for (int at = 28; at >= 0; at -= 4) product = product << 4 ^ multiples[a >> at & 15];
+    product <<= 1;  // bit 63 stands for x^0 now, so the lower half for x^32 and more: a register before four zero bytes
+    auto reg = static_cast<uint32_t>(product >> 32);
+    for (size_t i = 0; i < 4; ++i) reg ^= kTables[3 - i][product >> 8 * i & 255];
+    return reg;
 }
 
 // x^(2^k) for every k. The order of x is 2^32 - 1, so x^(2^32) is x again: the table is cyclic.
@@ -61,17 +78,6 @@ class Shifts {
     };
     std::array<Kept, 64> kept_;
 };
-
-constexpr size_t kSlices = 16;
-
-// kTables[k][b]: the register after the byte b and k zero bytes.
-inline constexpr auto kTables = [] {
-    std::array<std::array<uint32_t, 256>, kSlices> tables{};
-    for (uint32_t byte = 0; byte < 256; ++byte) tables[0][byte] = multiply(1u << 23, byte);  // times x^8
-    for (size_t k = 1; k < kSlices; ++k)
-        for (size_t b = 0; b < 256; ++b) tables[k][b] = tables[k - 1][b] >> 8 ^ tables[0][tables[k - 1][b] & 255];
-    return tables;
-}();
 
 // The register after `nbytes` of data, 16 bytes a step ("slicing": Kounavis and Berry, 2005).
 inline uint32_t crc_tables(const uint8_t* data, size_t nbytes, uint32_t reg) {

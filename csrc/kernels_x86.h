@@ -27,6 +27,7 @@ template <uint64_t bits>
 constexpr long long kHigh = static_cast<long long>(power_of_x(bits - 32)) << 1;
 
 constexpr uint64_t kThreePages = 3 * kPage * 8;
+constexpr uint32_t kPastPage = power_of_x(kPage, 3);
 
 template <uint64_t bits>
 TARGET_PCLMUL INLINE __m128i past128() {
@@ -42,7 +43,8 @@ TARGET_PCLMUL INLINE __m128i fold128(__m128i a, __m128i k, __m128i data) {
 inline uint32_t join(const void* accumulators, size_t nbytes) {
     const auto* page = static_cast<const uint8_t*>(accumulators);
     uint32_t reg = 0;
-    for (int i = 0; i < 4; ++i, page += nbytes / 4) reg = shift(reg, kPage) ^ crc_tables(page, nbytes / 4, 0);
+    for (int i = 0; i < 4; ++i, page += nbytes / 4)
+        reg = multiply(kPastPage, reg) ^ crc_tables(page, nbytes / 4, 0);
     return reg;
 }
 
