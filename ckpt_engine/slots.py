@@ -184,7 +184,8 @@ class Slot:
     def _still_holds(self, word: Word, order: Order) -> bool:
         """Only the state may have moved, within the snapshot states."""
         now = self.word()
-        return now.state in SNAPSHOT and replace(now, state=word.state) == word and word.is_of(order)
+        same = (now.incarnation, now.generation, now.seq) == (word.incarnation, word.generation, word.seq)
+        return now.state in SNAPSHOT and same and word.is_of(order)
 
     @property
     def progress_offset(self) -> int:

@@ -36,7 +36,7 @@ class State(enum.IntEnum):
     FAILED = 6
 
 
-STATES = frozenset(map(int, State))
+STATES = {int(state): state for state in State}
 
 SNAPSHOT = frozenset({State.READY, State.QUEUED, State.PERSISTING, State.DURABLE, State.FAILED})
 """States in which a slot is complete and immutable."""
@@ -94,9 +94,8 @@ class Word:
     @classmethod
     def unpack(cls, value: int) -> Word:
         """A state that does not exist (damage) reads as FREE: no snapshot, and no compare-exchange on it succeeds."""
-        state = value >> 56
-        known = State(state) if state in STATES else State.FREE
-        return cls(known, value >> 32 & 0xFFFFFF, value >> 24 & 0xFF, value & 0xFFFFFF)
+        state = STATES.get(value >> 56, State.FREE)
+        return cls(state, value >> 32 & 0xFFFFFF, value >> 24 & 0xFF, value & 0xFFFFFF)
 
 
 def check_transition(actor: str, old: State, new: State) -> None:

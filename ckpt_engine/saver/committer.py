@@ -209,12 +209,12 @@ class Committer(threading.Thread):
         say = log.info if outcome.status == "committed" else log.warning
         say("%s %s %s", outcome.status, pending.attempt, outcome.reason)
         self._ended(pending.header, outcome)
-        if self.tidying:
-            try:
+        try:
+            if self.tidying:
                 self._retain(pending.header)
-            finally:
-                self.tidying = False
-                self._look_at_us()
+        finally:
+            self.tidying = False
+            self._look_at_us()
 
     def _retain(self, header: Header) -> None:
         if self._live_run(header.attempt.run):  # commits for the dead remove nothing, nor does one behind ``latest``

@@ -31,9 +31,12 @@ from ckpt_engine.saver.stalls import Stalls
 from ckpt_engine.slots import BREAKPOINT, RETIRED, Slot, open_all
 from ckpt_engine.states import Order, State, Word, tended
 from ckpt_engine.storage.posix import PosixStorage
-from ckpt_engine.waits import SLICE_S, Deadline
+from ckpt_engine.waits import SLICE_S, Deadline, pause
 
 RING = 64
+REST_S = 0.002
+"""Between two turns: the ranks of a node save at the same time, and one turn does for several of their messages."""
+
 FILES_AT_ONCE = 4
 """Files of one slot that are written at the same time: with many small ones each waits for a sync of its own."""
 
@@ -55,6 +58,7 @@ class Server:
         self._mutex = threading.Lock()  # guards the three above: all threads tell
         self._handed: dict[SegmentName, Word] = {}
         self._reported: set[tuple[str, Order, int]] = set()
+        self._held: dict[SegmentName, tuple[Word, Header]] = {}
         self.headers: tuple[Header, ...] = ()  # of every snapshot here, replaced as a whole: all threads read it
         self._ready: set[tuple[Attempt, int]] = set()  # (attempt, rank) of those that nobody has queued yet
         self._stalls = Stalls(options.stall_s)
@@ -120,6 +124,7 @@ class Server:
             self.turn()
             if self._may_leave():
                 return
+            pause(REST_S)
 
     def turn(self) -> None:
         """One look at everything."""
@@ -127,7 +132,7 @@ class Server:
         self._look()
         hurry = self._term is not None or not self.peers.any_alive  # there is no training that a limit could spare
         self.storage.limit_writes(0 if hurry else int(self.options.write_bytes_per_s))
-        for slot in sorted(self.slots.values(), key=lambda s: s.view().order or (0, 0)):
+        for slot in sorted(self.slots.values(), key=self._order):
             self._tend(slot)
         self._pass_on_failures()
         self._watch_calls()
@@ -170,9 +175,15 @@ class Server:
     def _look(self) -> None:
         open_all(self.names.segments(), self.slots)
         self.peers.look()
-        held = [found for slot in self.slots.values() if (found := self.snapshot(slot))]
+        self._held = {slot.name: found for slot in self.slots.values() if (found := self.snapshot(slot))}
+        held = self._held.values()
         self.headers = tuple(header for _, header in held)
         self._ready = {(header.attempt, header.rank) for word, header in held if word.state is State.READY}
+
+    def _order(self, slot: Slot) -> Order:
+        """Of what it held when we looked; older ones come first."""
+        found = self._held.get(slot.name)
+        return (0, 0) if found is None else found[1].attempt.order
 
     def snapshot(self, slot: Slot) -> tuple[Word, Header] | None:
         """What a slot holds for our root; one that names another root is damaged, and nothing is written there."""
@@ -212,8 +223,11 @@ class Server:
 
     def _submit(self, slot: Slot) -> None:
         """Hand a QUEUED slot to the writer, once."""
+        word = slot.word()
+        if word.state is not State.QUEUED or self._handed.get(slot.name) == word:
+            return
         found = self.snapshot(slot)
-        if found is not None and found[0].state is State.QUEUED and self._handed.get(slot.name) != found[0]:
+        if found is not None and found[0] == word:
             self._handed[slot.name] = found[0]
             self.writer.submit(Job(slot, *found))
 
@@ -289,7 +303,6 @@ class Server:
         self._say(outcome)
         for local_rank in range(len(header.node_ranks)):
             self.tell(local_rank, Ended(outcome.status, header.attempt.digest))
-        self.wake()
 
     def _say(self, outcome: Outcome | None = None, committed: Sequence[Attempt] = (), **changes: object) -> None:
         """Change our control page; ``outcome`` goes to the end of the ring, new ones of ``committed`` by order."""
