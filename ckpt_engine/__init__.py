@@ -10,7 +10,7 @@ The map of the house (imports go down only)::
        integrations/{lightning_later,lightning_shelf}             |
     4  plain  face  checkpointer  saving  handles                 |  saver/{server,endings}
     3  restore  source  agreement  group  buffers  overlap        |  saver/{persist,committer,ledger}
-       staging  device  link                                      |  saver/{outcomes,peers,stalls}
+       staging  device  link                                      |  saver/{board,outcomes,peers,stalls}
     2  image  pt_pickle  pt_layout  pt_zip  slots  header  messages  budget
        commit  settle  sweep  listing  pins  runs  reading  storage/{base,posix}
     1  names  disk_names  config  errors  events  waits  locks  shm  states  control  record  metrics  manifest

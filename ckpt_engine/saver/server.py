@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Sequence
-from dataclasses import replace
 from types import FrameType
 
 from ckpt_engine import locks, messages, shm
 from ckpt_engine.config import SaverOptions
-from ckpt_engine.control import PROTOCOL, Outcome, Page, SaverPage
+from ckpt_engine.control import PROTOCOL, Outcome
 from ckpt_engine.events import log, span, warn_once
 from ckpt_engine.header import Header
 from ckpt_engine.locks import make_run_dir
 from ckpt_engine.manifest import Attempt, Failure
-from ckpt_engine.messages import Ended, Mailbox, Message, Wake
+from ckpt_engine.messages import Ended, Mailbox
 from ckpt_engine.names import Names, SegmentName
 from ckpt_engine.saver import endings
+from ckpt_engine.saver.board import Board
 from ckpt_engine.saver.committer import Committer
-from ckpt_engine.saver.outcomes import outcome_from, with_committed
+from ckpt_engine.saver.outcomes import outcome_from
 from ckpt_engine.saver.peers import Peer, Peers
 from ckpt_engine.saver.persist import Job, Writer
 from ckpt_engine.saver.stalls import Stalls
@@ -33,7 +31,6 @@ from ckpt_engine.states import Order, State, Word, tended
 from ckpt_engine.storage.posix import PosixStorage
 from ckpt_engine.waits import SLICE_S, Deadline, pause
 
-RING = 64
 REST_S = 0.002
 """Between two turns: the ranks of a node save at the same time, and one turn does for several of their messages."""
 
@@ -52,15 +49,11 @@ class Server:
         self.slots: dict[SegmentName, Slot] = {}
         self.peers = Peers(names, options.linger_s)
         self.storage = PosixStorage()
-        self._boxes: dict[str, Mailbox] = {}
-        self._record = SaverPage()
-        self._page: Page | None = None
-        self._mutex = threading.Lock()  # guards the three above: all threads tell
+        self.board = Board(names, tidying=lambda: self.committer.tidying)
         self._handed: dict[SegmentName, Word] = {}
         self._reported: set[tuple[str, Order, int]] = set()
-        self._held: dict[SegmentName, tuple[Word, Header]] = {}
-        self.headers: tuple[Header, ...] = ()  # of every snapshot here, replaced as a whole: all threads read it
-        self._ready: set[tuple[Attempt, int]] = set()  # (attempt, rank) of those that nobody has queued yet
+        self._held: dict[SegmentName, tuple[Word, Header]] = {}  # every snapshot here, as we saw it in this turn
+        self.headers: tuple[Header, ...] = ()  # of them, replaced as a whole: all threads read it
         self._stalls = Stalls(options.stall_s)
         self._term: Deadline | None = None
         self.committer = Committer(
@@ -69,9 +62,9 @@ class Server:
             ended=self._on_outcome,
             live_run=lambda run: run in self.peers.live_runs,
             held=lambda: self.headers,
-            look_at_us=self.wake,
+            look_at_us=self.board.wake,
         )
-        self.writer = Writer(self.storage, self.committer, self.tell, options.retry_s, at_once=FILES_AT_ONCE)
+        self.writer = Writer(self.storage, self.committer, self.board.tell, options.retry_s, at_once=FILES_AT_ONCE)
         self.ending = endings.Endings(self)
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -89,11 +82,11 @@ class Server:
         with span("start", root=self.root, job=self.names.run_dir.name) as facts:
             facts["epoch"] = self._start()
         try:
-            self._loop(self._box(self.names.events_queue))
+            self._loop(self.board.box(self.names.events_queue))
             if self._term is not None:
-                self.ending.tell_unsaved(self._record.outcomes)
+                self.ending.tell_unsaved(self.board.said.outcomes)
         finally:
-            self._say(ready=False, leaving=True)
+            self.board.say(ready=False, leaving=True)
             self.writer.stop()
             self.committer.stop()
             self.writer.join(self.options.term_s)
@@ -103,16 +96,16 @@ class Server:
 
     def _start(self) -> int:
         """Take over what is there and be ready; returns our epoch. REQUIRES: the saver lock is held."""
-        self._page = Page.own(self.names.saver_control)
-        before = self._page.read(SaverPage) or SaverPage()
+        before = self.board.take_over()
         epoch = before.epoch + 1
-        self._say(pid=os.getpid(), version=PROTOCOL, epoch=epoch, ready=False, outcomes=before.outcomes)
+        self.board.say(pid=os.getpid(), version=PROTOCOL, epoch=epoch, ready=False, outcomes=before.outcomes)
         self._look()
         held = self.headers
-        self.committer.ask(lambda: self.committer.recover(held, self.root, lambda found: self._say(committed=found)))
+        say, root = self.board.say, self.root
+        self.committer.ask(lambda: self.committer.recover(held, root, lambda found: say(committed=found)))
         self.writer.start()
         self.committer.start()
-        self._say(ready=True)
+        self.board.say(ready=True)
         return epoch
 
     def _loop(self, box: Mailbox) -> None:
@@ -132,7 +125,8 @@ class Server:
         self._look()
         hurry = self._term is not None or not self.peers.any_alive  # there is no training that a limit could spare
         self.storage.limit_writes(0 if hurry else int(self.options.write_bytes_per_s))
-        for slot in sorted(self.slots.values(), key=self._order):
+        orders = {name: header.attempt.order for name, (_, header) in self._held.items()}
+        for slot in sorted(self.slots.values(), key=lambda slot: orders.get(slot.name, (0, 0))):
             self._tend(slot)
         self._pass_on_failures()
         self._watch_calls()
@@ -140,7 +134,7 @@ class Server:
 
     def _may_leave(self) -> bool:
         idle = self.writer.idle() and self.committer.idle()
-        if self._page is not None and self._page.asked_to_leave(self._record.epoch) and self.writer.current is None:
+        if self.board.asked_to_leave() and self.writer.current is None:
             return True  # another version takes over; it finds everything in the headers
         if self._term is not None:
             quiet = idle and self.ending.settled and not self.peers.any_alive
@@ -158,7 +152,7 @@ class Server:
                 return False
             with span("retire", slots=len(self.slots)):
                 left = self.ending.unlink_slots()
-                self._say(ready=False, leaving=True)
+                self.board.say(ready=False, leaving=True)
                 self.ending.unlink_names(left)
         except OSError as error:
             log.warning("retiring: %s", error)
@@ -176,14 +170,7 @@ class Server:
         open_all(self.names.segments(), self.slots)
         self.peers.look()
         self._held = {slot.name: found for slot in self.slots.values() if (found := self.snapshot(slot))}
-        held = self._held.values()
-        self.headers = tuple(header for _, header in held)
-        self._ready = {(header.attempt, header.rank) for word, header in held if word.state is State.READY}
-
-    def _order(self, slot: Slot) -> Order:
-        """Of what it held when we looked; older ones come first."""
-        found = self._held.get(slot.name)
-        return (0, 0) if found is None else found[1].attempt.order
+        self.headers = tuple(header for _, header in self._held.values())
 
     def snapshot(self, slot: Slot) -> tuple[Word, Header] | None:
         """What a slot holds for our root; one that names another root is damaged, and nothing is written there."""
@@ -259,10 +246,11 @@ class Server:
             if header is not None and header.root == self.root and header.storage:
                 reason = page.reason or f"rank {page.rank} died before its part was complete"
                 self.committer.failed(header, Failure(rank=page.rank, reason=reason[:500], errno=page.errno))
+        unqueued = {(header.attempt, header.rank) for word, header in self._held.values() if word.state is State.READY}
         for header, missing in self.committer.waiting():
             held = {h.rank for h in self.headers if h.attempt == header.attempt}
             for rank in missing:
-                gone, ready = self.peers.get(header.node_ranks.index(rank)), (header.attempt, rank) in self._ready
+                gone, ready = self.peers.get(header.node_ranks.index(rank)), (header.attempt, rank) in unqueued
                 how = gone.without(header.attempt, ready=ready) if gone is not None else ""
                 if rank in held and not (ready and how):
                     self.committer.keep_waiting(header.attempt)
@@ -272,9 +260,9 @@ class Server:
 
     def _watch_calls(self) -> None:
         """A write that does not move for ``stall_s`` is a failed attempt; its slot stays leased until it returns."""
-        longest = self._stalls.longest()
-        if (longest, self.committer.tidying) != (self._record.stuck, self._record.tidying):
-            self._say(stuck=longest)
+        longest, said = self._stalls.longest(), self.board.said
+        if (longest, self.committer.tidying) != (said.stuck, said.tidying):
+            self.board.say(stuck=longest)
         found = self._stalls.failure(self.writer)
         if found is not None:
             job, failure = found
@@ -283,41 +271,10 @@ class Server:
             self._on_outcome(job.header, outcome_from(failure, job.header))
             self.committer.failed(job.header, failure)
 
-    # -- telling -------------------------------------------------------------------------------------------------
-
-    def tell(self, local_rank: int, message: Message) -> None:
-        """Wake a rank; its queue is made by whoever comes first."""
-        self._box(self.names.notify_queue(local_rank)).send(message)
-
-    def wake(self) -> None:
-        """Make the next turn come now (from another thread)."""
-        self._box(self.names.events_queue).send(Wake("saver", -1))
-
-    def _box(self, name: str) -> Mailbox:
-        with self._mutex:
-            if name not in self._boxes:
-                self._boxes[name] = Mailbox(name)
-            return self._boxes[name]
-
     def _on_outcome(self, header: Header, outcome: Outcome) -> None:
-        self._say(outcome)
+        self.board.say(outcome)
         for local_rank in range(len(header.node_ranks)):
-            self.tell(local_rank, Ended(outcome.status, header.attempt.digest))
-
-    def _say(self, outcome: Outcome | None = None, committed: Sequence[Attempt] = (), **changes: object) -> None:
-        """Change our control page; ``outcome`` goes to the end of the ring, new ones of ``committed`` by order."""
-        with self._mutex:
-            if committed:
-                changes["outcomes"] = with_committed(self._record.outcomes, committed)[-RING:]
-            if outcome is not None:
-                ring = [old for old in self._record.outcomes if (old.order, old.run) != (outcome.order, outcome.run)]
-                changes["outcomes"] = (*ring, outcome)[-RING:]
-            changes["tidying"] = self.committer.tidying
-            self._record = replace(self._record, **changes)  # type: ignore[arg-type]  # replace checks the names
-            while not Page.fits(self._record):
-                self._record = replace(self._record, outcomes=self._record.outcomes[1:])
-            if self._page is not None:
-                self._page.write(self._record)
+            self.board.tell(local_rank, Ended(outcome.status, header.attempt.digest))
 
     def _stay_registered(self) -> None:
         """If somebody emptied /dev/shm under us (logind's RemoveIPC, an administrator), be there again."""
@@ -325,8 +282,4 @@ class Server:
         if not locks.lock_file(self.names.saver_lock).keep():
             log.critical("%s was removed, and another saver took our place: two must not write", self.names.saver_lock)
             os._exit(3)  # at once; to be killed does no harm
-        if self._page is not None and self._page.unlinked():
-            log.warning("%s was unlinked by someone (logind's RemoveIPC?): made anew", self.names.run_dir)
-            self._page.close()
-            self._page = Page.own(self.names.saver_control)
-            self._say()
+        self.board.stay()
