@@ -29,10 +29,7 @@ from ckpt_engine.saver.stalls import Stalls
 from ckpt_engine.slots import BREAKPOINT, RETIRED, Slot, open_all
 from ckpt_engine.states import Order, State, Word, tended
 from ckpt_engine.storage.posix import PosixStorage
-from ckpt_engine.waits import SLICE_S, Deadline, pause
-
-REST_S = 0.002
-"""Between two turns: the ranks of a node save at the same time, and one turn does for several of their messages."""
+from ckpt_engine.waits import SLICE_S, Deadline
 
 FILES_AT_ONCE = 4
 """Files of one slot that are written at the same time: with many small ones each waits for a sync of its own."""
@@ -117,7 +114,6 @@ class Server:
             self.turn()
             if self._may_leave():
                 return
-            pause(REST_S)
 
     def turn(self) -> None:
         """One look at everything."""
