@@ -21,7 +21,7 @@ FILES = {str(path.relative_to(PACKAGE).with_suffix("")): path for path in sorted
 ROOMS = {name for name in FILES if not name.endswith("__init__")}
 
 MAX_FILE_LINES, MAX_CSRC_LINES, MAX_NAMES = 320, 1000, 10
-MAX_LINES = 7420
+MAX_LINES = 7425
 """4,000 was the aim (design, §4). It grew with overlapped copies, retention, persist at disk speed and full disks."""
 LONGER = {
     "checkpointer": 370,
