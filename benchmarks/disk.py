@@ -10,6 +10,7 @@ from pathlib import Path
 from crew import NotRun
 
 BLOCK_MIB = 8
+MOST_S = 300
 
 
 def fio(folder: Path, nbytes: int, *, write: bool = True, depth: int = 4, keep: bool = False) -> float:
@@ -20,13 +21,17 @@ def fio(folder: Path, nbytes: int, *, write: bool = True, depth: int = 4, keep: 
     if shutil.which("fio") is None:
         raise NotRun("fio is not installed")
     folder.mkdir(parents=True, exist_ok=True)
-    file, block = folder / "fio", min(BLOCK_MIB << 20, nbytes)
+    file, block = folder / "fio", min(BLOCK_MIB << 20, -(-nbytes // 4096) * 4096)
     words = ["fio", "--name=a", f"--filename={file}", f"--size={nbytes}", f"--bs={block}", "--direct=1"]
     words += ["--ioengine=libaio", f"--iodepth={depth}", "--output-format=json"]
     words += ["--rw=write", "--end_fsync=1"] if write else ["--rw=read"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
-    if not keep:
-        file.unlink(missing_ok=True)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=MOST_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NotRun(f"fio took more than {MOST_S} s") from error
+    finally:
+        if not keep:
+            file.unlink(missing_ok=True)
     if done.returncode:
         raise NotRun(f"fio: {done.stderr.strip()[:200]}")
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]

@@ -37,7 +37,8 @@ constexpr uint32_t multiply(uint32_t a, uint32_t b) {
     for (size_t i = 1; i < 16; ++i) multiples[i] = i & 1 ? multiples[i - 1] ^ b : multiples[i / 2] << 1;
     uint64_t product = 0;
     for (int at = 28; at >= 0; at -= 4) product = product << 4 ^ multiples[a >> at & 15];
-    product <<= 1;  // bit 63 stands for x^0 now, so the lower half for x^32 and more: a register before four zero bytes
+    // Bit 63 stands for x^0 now: the upper half is reduced, the lower one a register before four zero bytes.
+    product <<= 1;
     auto reg = static_cast<uint32_t>(product >> 32);
     for (size_t i = 0; i < 4; ++i) reg ^= kTables[3 - i][product >> 8 * i & 255];
     return reg;

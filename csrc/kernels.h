@@ -71,15 +71,15 @@ constexpr Kernel kCompiled[] = {kPortable};
 
 namespace ckpt {
 
-// The kernels this CPU can run, best first; never empty.
+// The kernels this CPU can run, best first; never empty. Never destroyed: a thread may copy while the process ends.
 inline const std::vector<Kernel>& kernels() {
-    static const std::vector<Kernel> usable = [] {
-        std::vector<Kernel> found;
+    static const auto* const usable = [] {
+        auto* found = new std::vector<Kernel>;
         for (const Kernel& kernel : kCompiled)
-            if (kernel.runs_here()) found.push_back(kernel);
+            if (kernel.runs_here()) found->push_back(kernel);
         return found;
     }();
-    return usable;
+    return *usable;
 }
 
 // The kernel of that name, the best one for "". Throws std::invalid_argument.

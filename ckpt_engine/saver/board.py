@@ -1,4 +1,4 @@
-"""All that a saver tells: its control page, which counts, and the messages that wake others. Any thread may tell."""
+"""What a saver tells: its control page, which counts, and the messages that wake others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ RING = 64
 
 
 class Board:
-    """The page and the queues of one saver. ``said`` is what stands on the page, ``tidying`` is asked each time."""
+    """The page and the queues of one saver. Any thread may ``say``, ``tell`` and ``wake``; the rest is the main loop's.
+
+    ``said`` is what stands on the page, replaced as a whole. ``tidying`` is asked whenever something is said.
+    """
 
     def __init__(self, names: Names, *, tidying: Callable[[], bool]) -> None:
         self.said = SaverPage()
@@ -25,7 +28,7 @@ class Board:
         self._tidying = tidying
         self._page: Page | None = None
         self._boxes: dict[str, Mailbox] = {}
-        self._mutex = threading.Lock()  # guards all of it
+        self._mutex = threading.Lock()  # guards what stands on the page, and the table of queues
 
     def take_over(self) -> SaverPage:
         """Own the page; what the saver before said there. REQUIRES: the saver lock is held."""

@@ -208,13 +208,13 @@ class Committer(threading.Thread):
             self.tidying = outcome.status == "committed" and pending.names is None
         say = log.info if outcome.status == "committed" else log.warning
         say("%s %s %s", outcome.status, pending.attempt, outcome.reason)
-        self._ended(pending.header, outcome)
         try:
+            self._ended(pending.header, outcome)
             if self.tidying:
                 self._retain(pending.header)
         finally:
             self.tidying = False
-            self._look_at_us()
+            self._look_at_us()  # once, when all is done: before that the main loop has nothing to do about it
 
     def _retain(self, header: Header) -> None:
         if self._live_run(header.attempt.run):  # commits for the dead remove nothing, nor does one behind ``latest``

@@ -49,7 +49,7 @@ class Server:
         self.board = Board(names, tidying=lambda: self.committer.tidying)
         self._handed: dict[SegmentName, Word] = {}
         self._reported: set[tuple[str, Order, int]] = set()
-        self._held: dict[SegmentName, tuple[Word, Header]] = {}  # every snapshot here, as we saw it in this turn
+        self._held: dict[SegmentName, tuple[Word, Header]] = {}  # every snapshot here, when we last looked
         self.headers: tuple[Header, ...] = ()  # of them, replaced as a whole: all threads read it
         self._stalls = Stalls(options.stall_s)
         self._term: Deadline | None = None
@@ -121,8 +121,7 @@ class Server:
         self._look()
         hurry = self._term is not None or not self.peers.any_alive  # there is no training that a limit could spare
         self.storage.limit_writes(0 if hurry else int(self.options.write_bytes_per_s))
-        orders = {name: header.attempt.order for name, (_, header) in self._held.items()}
-        for slot in sorted(self.slots.values(), key=lambda slot: orders.get(slot.name, (0, 0))):
+        for slot in sorted(self.slots.values(), key=lambda s: s.view().order or (0, 0)):
             self._tend(slot)
         self._pass_on_failures()
         self._watch_calls()

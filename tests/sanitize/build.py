@@ -12,6 +12,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BUILD = REPOSITORY / "build" / "sanitize"
+EXTENSION = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"  # asked once: of two threads, the second may be told None
 CXX = os.environ.get("CXX", "g++")
 FLAGS = {
     "asan": ["-fsanitize=address,undefined", "-fno-omit-frame-pointer"],
@@ -105,7 +106,7 @@ def package(kind: str, seed: Seed | None = None) -> Copy:
     copy = _made(kind, seed, native=False)
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(REPOSITORY / "ckpt_engine", copy.folder / "ckpt_engine", ignore=ignored)
-    target = copy.folder / "ckpt_engine" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    target = copy.folder / "ckpt_engine" / EXTENSION
     includes = [f"-I{sysconfig.get_paths()['include']}", f"-isystem{pybind11.get_include()}"]
     _compile(
         kind, copy.folder / "csrc" / "bindings.cpp", target, ["-shared", "-fPIC", "-fvisibility=hidden", *includes]
