@@ -44,12 +44,14 @@ KEPT_MIB, KEPT_TENSORS = 128, 64
 class Plan:
     """How many rounds, and what is measured beside them.
 
-    others: rounds of what is neither ours nor a bare copy; 0: as many as of these. pressed, busy: rounds of these.
+    warm: rounds of ours and the bare copies before those that count. others: rounds of what is neither; 0: as
+    many as of these. pressed, busy: rounds of these.
     every, saves: of a pressed round. steps: without a save, before each save. prepared_s: how
     long the first save comes after the start at least.
     """
 
     repeats: int = 7
+    warm: int = 0
     others: int = 0
     pressed: int = 0
     busy: int = 0
@@ -178,9 +180,9 @@ class Batch:
             for crew in list(self.crews):
                 with self.may_fail(crew):
                     self.warm_up(crew)
-            for repeat in range(self.plan.repeats):
+            for repeat in range(-self.plan.warm, self.plan.repeats):
                 self.in_turns(repeat, self.save, partial(self.takes_part, repeat))
-                if self.plan.fio:
+                if self.plan.fio and repeat >= 0:
                     self.fio(repeat)
             for repeat in range(self.plan.pressed):
                 self.in_turns(repeat, self.pressed, self.goes_on)
@@ -224,7 +226,7 @@ class Batch:
                     what(crew, name, variant, repeat)
 
     def takes_part(self, repeat: int, name: str) -> bool:
-        return repeat < (self.plan.others or self.plan.repeats) or name.startswith((RAW, "ckpt_engine"))
+        return 0 <= repeat < (self.plan.others or self.plan.repeats) or name.startswith((RAW, "ckpt_engine"))
 
     def goes_on(self, name: str) -> bool:
         """True of a system that was still at work when its call had returned, and was not in an earlier batch."""
@@ -260,6 +262,8 @@ class Batch:
         step = crew.next_step()
         found = crew.ask("save", step=step, variant=variant)
         crew.ask("forget", step=step)
+        if repeat < 0:
+            return
         times = {key: most(found, key) for key in ("call_ms", "guard_ms", "blocking_ms", "step_ms", "lag_ms")}
         self.rows.add(
             kind="save", **self.facts, system=name, repeat=repeat, **times,

@@ -123,8 +123,9 @@ def stall_targets(rows: list[Row]) -> list[Target]:
         return Target(f"{name}{more}{label}", most, value, " ×", why, bare=bare)
 
     memory, overlap = systems.system(MEMORY), systems.system(OVERLAP)
+    copied = same_setting(rows, memory) or memory
     found = [
-        Target("raw copy of the same bytes (to memory)", 1.15, memory and memory["to_raw"], " ×"),
+        Target("raw copy of the same bytes (to memory)", 1.15, copied and copied["to_raw"], " ×"),
         Target(
             "first save against a later one (to memory)",
             1.3,
@@ -153,8 +154,17 @@ def stall_targets(rows: list[Row]) -> list[Target]:
     return found
 
 
+def same_setting(rows: list[Row], memory: Row | None) -> Row | None:
+    """The row of a sweep where ours and the bare copies share a state, and nobody else has turns between theirs."""
+    if memory is None:
+        return None
+    facts = {key: memory[key] for key in ("mib", "tensors", "ranks", "threads")}
+    return next(iter(pick(rows, kind="summary", part="tensors", system=MEMORY, **facts)), None)
+
+
 def own_targets(rows: list[Row]) -> list[Target]:
     found = []
+    listed = same_setting(rows, Comparison(rows, "systems").system(MEMORY))
     for row in pick(rows, bench="steps", kind="summary", way="overlap"):
         found.append(Target("overlap: call + guard, of the step", 2, row["stall_percent"], " %"))
     for row in pick(rows, kind="summary", part="beside", system=STORAGE):
@@ -163,7 +173,7 @@ def own_targets(rows: list[Row]) -> list[Target]:
             found.append(Target(name, 5, row["beside_percent"], " %"))
     for part, what in (("sizes", "mib"), ("tensors", "tensors")):
         for row in pick(rows, kind="summary", part=part, system=MEMORY):
-            if row["mib"] < FROM_MIB or row["tensors"] > UP_TO_TENSORS:
+            if row is listed or row["mib"] < FROM_MIB or row["tensors"] > UP_TO_TENSORS:
                 continue
             unit = "MiB" if what == "mib" else "tensors"
             found.append(Target(f"raw copy, {row[what]} {unit} (to memory)", 1.15, row["to_raw"], " ×"))

@@ -67,7 +67,7 @@ def systems(rows: Rows, args: argparse.Namespace) -> list[Job]:
 
 
 def ranks(rows: Rows, args: argparse.Namespace) -> list[Job]:
-    plan = Plan(repeats=min(5, args.repeats), verified=True)
+    plan = Plan(repeats=min(5, args.repeats), warm=1, verified=True)
     specs = only(args, specs_of("ours"))
     return [Job(part="ranks", specs=specs, setting=setting(args, ranks=2, threads=1), plan=plan)]
 
@@ -82,18 +82,18 @@ def beside(rows: Rows, args: argparse.Namespace) -> list[Job]:
 def sizes(rows: Rows, args: argparse.Namespace) -> list[Job]:
     ladder = args.sizes or [*(mib for mib in (64, 256) if mib < args.mib), args.mib]
     rivals = ("torch.save + fsync", "dcp.async_save, thread")
-    return [sweep("sizes", setting(args, mib=mib), args, *rivals) for mib in points(args, ladder, args.mib)]
+    with_systems = not args.parts or "systems" in args.parts  # these measure ``--mib``, see ``rows.swept``
+    sizes_ = [mib for mib in ladder if mib != args.mib or not with_systems]
+    return [sweep("sizes", setting(args, mib=mib), args, *rivals) for mib in sizes_]
 
 
 def tensors(rows: Rows, args: argparse.Namespace) -> list[Job]:
-    ladder = [number for number in (1, 10, args.tensors, 2000, 20000) if number <= args.most_tensors]
-    return [sweep("tensors", setting(args, tensors=number), args) for number in points(args, ladder, args.tensors)]
-
-
-def points(args: argparse.Namespace, ladder: Sequence[int], own: int) -> list[int]:
-    """Of a sweep: without ``own``, the setting that is measured in "systems", if that is (see ``rows.swept``)."""
-    with_systems = not args.parts or "systems" in args.parts
-    return [point for point in ladder if point != own or not with_systems]
+    """``--tensors`` is among them, in as many rounds as there are of "systems": the target against the raw copy."""
+    ladder = dict.fromkeys(number for number in (1, 10, args.tensors, 2000, 20000) if number <= args.most_tensors)
+    jobs = {number: sweep("tensors", setting(args, tensors=number), args) for number in ladder}
+    if own := jobs.get(args.tensors):
+        jobs[args.tensors] = replace(own, plan=replace(own.plan, repeats=args.repeats))
+    return list(jobs.values())
 
 
 def sweep(part: str, one: Setting, args: argparse.Namespace, *rivals: str) -> Job:
@@ -102,9 +102,8 @@ def sweep(part: str, one: Setting, args: argparse.Namespace, *rivals: str) -> Jo
     together = narrow(specs_of("ours", listed="LARGE"), lambda name: name.startswith((OURS, RAW)) or name in rows)
     rows -= {name for spec in together for name in spec.names}
     others = narrow(specs_of("ours") + specs_of("systems"), rows.__contains__)
-    job = Job(
-        part=part, specs=only(args, together + others), setting=one, plan=Plan(repeats=args.sweep_repeats, others=3)
-    )
+    plan = Plan(repeats=args.sweep_repeats, warm=1, others=3)
+    job = Job(part=part, specs=only(args, together + others), setting=one, plan=plan)
     return job if job.need_mib(job.specs) <= usable_mib() else replace(job, specs=only(args, together))
 
 

@@ -47,6 +47,7 @@ def test_stall_measures_kills_and_verifies_and_the_report_and_pictures_come_from
     words = [
         "systems",
         "sizes",
+        "tensors",
         "--mib",
         4,
         "--tensors",
@@ -55,6 +56,8 @@ def test_stall_measures_kills_and_verifies_and_the_report_and_pictures_come_from
         2,
         "--sweep-repeats",
         1,
+        "--most-tensors",
+        4,
         "--sizes",
         2,
         4,
@@ -71,6 +74,8 @@ def test_stall_measures_kills_and_verifies_and_the_report_and_pictures_come_from
     assert {row["survives"] for row in pick(rows, kind="kill", system="ckpt_engine, memory")} == {True}
     assert pick(rows, kind="pressed", system="ckpt_engine, overlap, storage")
     assert {row["mib"] for row in pick(rows, kind="summary", part="sizes")} == {2}, "the other is in systems"
+    rounds = [row["tensors"] for row in pick(rows, kind="save", part="tensors", system="ckpt_engine, memory")]
+    assert rounds == [1, 4, 4], "as many as of systems for what has the target, and none of those that warm up"
     for name in names:
         assert name in printed
     assert list(tmp_path.iterdir()) == [file]
@@ -86,9 +91,13 @@ def test_stall_measures_kills_and_verifies_and_the_report_and_pictures_come_from
         )
         assert "old" not in text and "torch.save + fsync" in text and rows[0]["cpu"] in text
     assert "| blocks, ms, MiB: | 2 | 4 |" in docs.read_text()
+    (own,) = pick(rows, kind="summary", part="tensors", tensors=4, system="ckpt_engine, memory")
+    copied = next(line for line in docs.read_text().splitlines() if line.startswith("| raw copy of the same bytes"))
+    assert float(copied.split("|")[3].rstrip(" ×")) == pytest.approx(own["to_raw"], rel=0.01)
     if importlib.util.find_spec("matplotlib"):
         drawn = bench("plots", file, "--plot", tmp_path / "pictures", cwd=tmp_path)
-        assert {Path(line).name for line in drawn.splitlines()} == {"stall.png", "steps.png", "sizes.png"}
+        pictures = {Path(line).stem for line in drawn.splitlines()}
+        assert pictures == {"stall", "steps", "sizes", "tensors"}
         bench("report", file, "--readme", readme, "--figures", tmp_path / "pictures", cwd=tmp_path)
         assert '<img src="pictures/stall.png"' in readme.read_text()
 
