@@ -51,10 +51,10 @@ def multiplication_ms(threads: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def setting(args: argparse.Namespace, **other: int) -> Setting:
-    """As the options say, but for what is given."""
+def setting(args: argparse.Namespace, step_ms: float = 0, **other: int) -> Setting:
+    """As the options say, but for what is given. ``step_ms``: where the option is not there."""
     facts = {"mib": args.mib, "tensors": args.tensors, "threads": args.threads, **other}
-    step_ms = args.step_ms or max(STEP_MS, STEP_MS_PER_MIB * facts["mib"])
+    step_ms = args.step_ms or step_ms or max(STEP_MS, STEP_MS_PER_MIB * facts["mib"])
     return Setting(**facts, multiplications=max(1, round(step_ms / multiplication_ms(facts["threads"]))))
 
 
@@ -73,10 +73,10 @@ def ranks(rows: Rows, args: argparse.Namespace) -> list[Job]:
 
 
 def beside(rows: Rows, args: argparse.Namespace) -> list[Job]:
-    """The figure for as many threads as there are cores comes with "systems"."""
+    """The figure for as many threads as there are cores comes with "systems". Several steps fit into stage 2."""
     plan = Plan(repeats=1, busy=min(5, args.repeats))
     specs = narrow(specs_of("ours"), lambda name: "storage" in name)
-    return [Job(part="beside", specs=only(args, specs), setting=setting(args, threads=1), plan=plan)]
+    return [Job(part="beside", specs=only(args, specs), setting=setting(args, STEP_MS, threads=1), plan=plan)]
 
 
 def sizes(rows: Rows, args: argparse.Namespace) -> list[Job]:
