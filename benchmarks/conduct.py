@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import random
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +35,8 @@ AGAIN = (OURS, "raw: bare kernel")
 """... but in later ones only these rows, and only their saves."""
 PEERS = HERE.parent / ".venv-peers"
 TRACED = "fsync,fdatasync,syncfs,sync,write,pwrite64,writev,pwritev,pwritev2"
-STRACE = ["strace", "-f", "-qq", "-y", "-s", "0", "-e", f"trace={TRACED}"]
+STRACE = ["strace", "--seccomp-bpf", "-f", "-qq", "-y", "-s", "0", "-e", f"trace={TRACED}"]
+"""Calls that are not traced do not stop: without that, all that is killed would need three times as long."""
 SYNCED = 0.9
 """Durable is a save of which at least this share of the state was written to files that were synced afterwards."""
 KEPT_MIB, KEPT_TENSORS = 128, 64
@@ -147,6 +150,15 @@ class Job:
             Batch(rows, batch, self.setting, work / name, self.plan, facts).run()
 
 
+@functools.cache
+def traces() -> bool:
+    """True if strace is there, knows what it is asked for, and may trace."""
+    try:
+        return subprocess.run([*STRACE, "true"], check=False, capture_output=True, timeout=60).returncode == 0
+    except OSError:
+        return False
+
+
 def usable_mib() -> int:
     """A tenth of what is free stays so."""
     return int(0.9 * free_mib())
@@ -164,6 +176,7 @@ class Batch:
         self.memory: dict[str, float] = {}
         self.again = set(AGAIN if facts["batch"] else ())
         self.first: dict[str, float] = {}
+        self.started: dict[str, float] = {}
 
     def run(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -175,14 +188,12 @@ class Batch:
                     with self.may_fail(crew):
                         begun.result()
                         self.crews.append(crew)
-            if not self.again:
-                time.sleep(self.plan.prepared_s)
             for crew in list(self.crews):
                 with self.may_fail(crew):
                     self.warm_up(crew)
             for repeat in range(-self.plan.warm, self.plan.repeats):
                 self.in_turns(repeat, self.save, partial(self.takes_part, repeat))
-                if self.plan.fio and repeat >= 0:
+                if self.plan.fio and repeat >= 0 and not self.again:
                     self.fio(repeat)
             for repeat in range(self.plan.pressed):
                 self.in_turns(repeat, self.pressed, self.goes_on)
@@ -242,10 +253,12 @@ class Batch:
         if self.plan.weighed:
             self.memory[crew.spec.target] = -crew.memory_mib()
         crew.ask("start")
+        self.started[crew.spec.target] = time.monotonic()
 
     def warm_up(self, crew: Crew) -> None:
         """The first save is told apart; memory is read during one more, which is not timed."""
-        crew.ask("plain", n=3)
+        crew.ask("plain", n=1)
+        time.sleep(max(0.0, self.started[crew.spec.target] + self.plan.prepared_s - time.monotonic()))
         for name, variant in zip(crew.spec.names, crew.spec.variants, strict=True):
             step = crew.next_step()
             self.first[name] = most(crew.ask("save", step=step, variant=variant), "blocking_ms")
@@ -322,10 +335,11 @@ class Batch:
     # -- a SIGKILL -----------------------------------------------------------------------------------------------
 
     def kill_and_trace(self) -> None:
-        """Two at a time: nothing is timed any more. What is in several batches dies in the first one."""
+        """Two at a time: nothing is timed any more, and the last, which start slowest, begin. What is in several
+        batches dies in the first one."""
         doomed = [
             partial(self.doom, spec, name, variant)
-            for spec in self.specs
+            for spec in reversed(self.specs)
             for name, variant in zip(spec.names, spec.variants, strict=True)
             if name not in self.out | self.again and not name.startswith(RAW)
         ]
@@ -342,7 +356,7 @@ class Batch:
         setting = dataclasses.replace(self.setting, mib=mib, tensors=tensors, multiplications=1)
         work = self.work / f"killed-{spec.target}-{variant}".replace(" ", "_")
         log = self.work / f"{work.name}.strace"
-        under = [*STRACE, "-o", str(log)] if shutil.which("strace") else []
+        under = [*STRACE, "-o", str(log)] if traces() else []
         with Crew(spec, setting, work, under=under) as crew:
             try:
                 for command in ("make", "start"):

@@ -66,7 +66,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def measure(args: argparse.Namespace, rows: Rows, work: Path) -> None:
     each = (args.mib << 18) // args.tensors
-    state = {"state.pt": {f"layer.{number}": torch.randn(each) for number in range(args.tensors)}}
+    state = {"state.pt": {f"layer.{number}": torch.arange(each, dtype=torch.float32) for number in range(args.tensors)}}
     nbytes, threads = 4 * each * args.tensors, len(os.sched_getaffinity(0))
     storage, root = PosixStorage(), work / "root"
     with CheckpointEngine(root, name="writer", slots=1) as writer:

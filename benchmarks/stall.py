@@ -8,7 +8,7 @@ Each system runs in processes of its own (``worker.py``), all of them the same t
 
 systems  everything there is, with one rank: blocking (call and guard), inflation (a step with a save, minus the median
          step without), lag (until durable), with a save every 4 steps, loaded and compared, killed, memory
-ranks    two ranks of one thread each, ``--mib`` in all
+ranks    two ranks of one thread each, ``--mib`` in all, to memory
 beside   how much longer steps take while stage 2 writes, of a training with one thread, which leaves a core free
 sizes    from 64 MiB to ``--mib``, or those of ``--sizes``
 tensors  from 1 tensor to ``--most-tensors``
@@ -34,8 +34,9 @@ from rows import Row, Rows, common_options, pick, scratch, table
 
 OVERLAPPED = "ckpt_engine, overlap, memory"
 """In every sweep, in a process of its own; ours, the bare copies and ``torch.save`` share one, and its state, there."""
-STEP_MS, STEP_MS_PER_MIB = 40.0, 0.25
-"""Forward and backward of a step take about that long, so that a copy may hide behind them."""
+STEP_MS, STEP_MS_PER_MIB, SHORT_MS_PER_MIB = 40.0, 0.25, 0.15
+"""Forward and backward of a step take about that long, so that a copy may hide behind them; in sweeps, where no rival
+needs more, the short time."""
 
 
 @functools.cache
@@ -51,10 +52,10 @@ def multiplication_ms(threads: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def setting(args: argparse.Namespace, step_ms: float = 0, **other: int) -> Setting:
-    """As the options say, but for what is given. ``step_ms``: where the option is not there."""
+def setting(args: argparse.Namespace, ms_per_mib: float = STEP_MS_PER_MIB, **other: int) -> Setting:
+    """As the options say, but for what is given. ``ms_per_mib``: of a step, where the option is not there."""
     facts = {"mib": args.mib, "tensors": args.tensors, "threads": args.threads, **other}
-    step_ms = args.step_ms or step_ms or max(STEP_MS, STEP_MS_PER_MIB * facts["mib"])
+    step_ms = args.step_ms or max(STEP_MS, ms_per_mib * facts["mib"])
     return Setting(**facts, multiplications=max(1, round(step_ms / multiplication_ms(facts["threads"]))))
 
 
@@ -68,15 +69,16 @@ def systems(rows: Rows, args: argparse.Namespace) -> list[Job]:
 
 def ranks(rows: Rows, args: argparse.Namespace) -> list[Job]:
     plan = Plan(repeats=min(5, args.repeats), warm=1, verified=True)
-    specs = only(args, specs_of("ours"))
-    return [Job(part="ranks", specs=specs, setting=setting(args, ranks=2, threads=1), plan=plan)]
+    specs = narrow(specs_of("ours"), lambda name: "storage" not in name)
+    one = setting(args, SHORT_MS_PER_MIB, ranks=2, threads=1)
+    return [Job(part="ranks", specs=only(args, specs), setting=one, plan=plan)]
 
 
 def beside(rows: Rows, args: argparse.Namespace) -> list[Job]:
     """The figure for as many threads as there are cores comes with "systems". Several steps fit into stage 2."""
     plan = Plan(repeats=1, busy=min(5, args.repeats))
     specs = narrow(specs_of("ours"), lambda name: "storage" in name)
-    return [Job(part="beside", specs=only(args, specs), setting=setting(args, STEP_MS, threads=1), plan=plan)]
+    return [Job(part="beside", specs=only(args, specs), setting=setting(args, 0, threads=1), plan=plan)]
 
 
 def sizes(rows: Rows, args: argparse.Namespace) -> list[Job]:
@@ -84,25 +86,26 @@ def sizes(rows: Rows, args: argparse.Namespace) -> list[Job]:
     rivals = ("torch.save + fsync", "dcp.async_save, thread")
     with_systems = not args.parts or "systems" in args.parts  # these measure ``--mib``, see ``rows.swept``
     sizes_ = [mib for mib in ladder if mib != args.mib or not with_systems]
-    return [sweep("sizes", setting(args, mib=mib), args, *rivals) for mib in sizes_]
+    return [sweep("sizes", setting(args, SHORT_MS_PER_MIB, mib=mib), args, *rivals) for mib in sizes_]
 
 
 def tensors(rows: Rows, args: argparse.Namespace) -> list[Job]:
     """``--tensors`` is among them, in as many rounds as there are of "systems": the target against the raw copy."""
     ladder = dict.fromkeys(number for number in (1, 10, args.tensors, 2000, 20000) if number <= args.most_tensors)
-    jobs = {number: sweep("tensors", setting(args, tensors=number), args) for number in ladder}
+    jobs = {number: sweep("tensors", setting(args, SHORT_MS_PER_MIB, tensors=number), args) for number in ladder}
     if own := jobs.get(args.tensors):
         jobs[args.tensors] = replace(own, plan=replace(own.plan, repeats=args.repeats))
     return list(jobs.values())
 
 
 def sweep(part: str, one: Setting, args: argparse.Namespace, *rivals: str) -> Job:
-    """Ours, the bare copies and ``rivals``. Where several states do not fit, only what shares one is there."""
+    """Ours, the bare copies and ``rivals``: how long they block, and no steps without a save to compare with. Where
+    several states do not fit, only what shares one is there."""
     rows = {OVERLAPPED, *rivals}
     together = narrow(specs_of("ours", listed="LARGE"), lambda name: name.startswith((OURS, RAW)) or name in rows)
     rows -= {name for spec in together for name in spec.names}
     others = narrow(specs_of("ours") + specs_of("systems"), rows.__contains__)
-    plan = Plan(repeats=args.sweep_repeats, warm=1, others=3)
+    plan = Plan(repeats=args.sweep_repeats, warm=1, others=3, steps=0)
     job = Job(part=part, specs=only(args, together + others), setting=one, plan=plan)
     return job if job.need_mib(job.specs) <= usable_mib() else replace(job, specs=only(args, together))
 
