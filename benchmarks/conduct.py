@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from crew import HERE, Crew, NotRun, Setting, Spec, free_mib, settle
+from crew import HERE, Crew, NotRun, Setting, Spec, free_mib, settle, watched
 from disk import fio
 from rows import Rows, median, pick
 
@@ -134,9 +134,10 @@ class Job:
             )
         found = [list(base)]
         for spec in others:
-            if self.need_mib([*found[-1], spec]) > free:
-                found.append(narrow(base, AGAIN.__contains__))
-            found[-1].append(spec)
+            fitting = next((batch for batch in found if self.need_mib([*batch, spec]) <= free), None)
+            if fitting is None:
+                found.append(fitting := narrow(base, AGAIN.__contains__))
+            fitting.append(spec)
         return [batch for batch in found if batch]
 
     def need_mib(self, specs: Sequence[Spec]) -> int:
@@ -173,7 +174,8 @@ class Batch:
         self.rows, self.specs, self.setting, self.work, self.plan, self.facts = rows, specs, setting, work, plan, facts
         self.crews: list[Crew] = []
         self.out: set[str] = set()
-        self.memory: dict[str, float] = {}
+        self.bare: dict[str, float] = {}
+        self.held: dict[str, float] = {}
         self.again = set(AGAIN if facts["batch"] else ())
         self.first: dict[str, float] = {}
         self.started: dict[str, float] = {}
@@ -251,29 +253,28 @@ class Batch:
     def begin(self, crew: Crew) -> None:
         crew.ask("make")
         if self.plan.weighed:
-            self.memory[crew.spec.target] = -crew.memory_mib()
+            self.bare[crew.spec.target] = crew.memory_mib()
         crew.ask("start")
         self.started[crew.spec.target] = time.monotonic()
 
     def warm_up(self, crew: Crew) -> None:
-        """The first save is told apart; memory is read during one more, which is not timed."""
+        """The first save of each row is told apart."""
         crew.ask("plain", n=1)
         time.sleep(max(0.0, self.started[crew.spec.target] + self.plan.prepared_s - time.monotonic()))
         for name, variant in zip(crew.spec.names, crew.spec.variants, strict=True):
             step = crew.next_step()
             self.first[name] = most(crew.ask("save", step=step, variant=variant), "blocking_ms")
             crew.ask("forget", step=step)
-        if self.plan.weighed:
-            with crew.watched() as seen:
-                step = crew.next_step()
-                crew.ask("save", step=step)
-            crew.ask("forget", step=step)
-            self.memory[crew.spec.target] += max(seen, default=0.0)
 
     def save(self, crew: Crew, name: str, variant: str, repeat: int) -> None:
         plain = crew.ask("plain", n=self.plan.steps)
         step = crew.next_step()
-        found = crew.ask("save", step=step, variant=variant)
+        weighed = self.plan.weighed and repeat == 0
+        at_rest = crew.memory_mib() - self.bare[crew.spec.target] if weighed else 0.0
+        with watched() if weighed else contextlib.nullcontext([0.0]) as more:
+            found = crew.ask("save", step=step, variant=variant)
+        if weighed:
+            self.held[name] = at_rest + max(more)
         crew.ask("forget", step=step)
         if repeat < 0:
             return
@@ -353,7 +354,7 @@ class Batch:
         What the save before it synced was seen by strace, whatever the system says of itself.
         """
         mib, tensors = min(KEPT_MIB, self.setting.mib), min(KEPT_TENSORS, self.setting.tensors)
-        setting = dataclasses.replace(self.setting, mib=mib, tensors=tensors, multiplications=1)
+        setting = dataclasses.replace(self.setting, mib=mib, tensors=tensors, threads=1, multiplications=1)
         work = self.work / f"killed-{spec.target}-{variant}".replace(" ", "_")
         log = self.work / f"{work.name}.strace"
         under = [*STRACE, "-o", str(log)] if traces() else []
@@ -407,7 +408,7 @@ class Batch:
                     self.rows.add(
                         kind="summary", **self.facts, system=name, repeats=self.plan.repeats,
                         to_ours=times[name] / ours, to_raw=times[name] / raw,
-                        first_ms=self.first[name], memory_mib=self.memory.get(spec.target),
+                        first_ms=self.first[name], memory_mib=self.held.get(name),
                         **summary(rows, name),
                     )  # fmt: skip
         if found := pick(rows, kind="fio"):

@@ -18,7 +18,7 @@ from ckpt_engine.budget import copy_threads
 class Blocking(Handled):
     """A save blocks for one copy into shared memory; to storage, the saver writes that copy while training goes on."""
 
-    memory = 3.4  # the state, two slots and their head-room
+    memory = 3.3  # the state, two slots and their head-room
     staging = "blocking"
     slots = 2
     variants = ("ckpt_engine, memory", "ckpt_engine, storage")

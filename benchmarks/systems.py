@@ -226,7 +226,7 @@ class DcpAsync(DcpSync):
 
     needs_group = True
     overlapping = True
-    memory = 3.2
+    memory = 2.3
     kind = "THREAD"
 
     def __init__(self, work: Path, **place: Any) -> None:
@@ -268,11 +268,14 @@ class DcpAsync(DcpSync):
 class DcpProcess(DcpAsync):
     """``async_save`` with a process of its own: what was cloned goes to it through a pipe and shared memory."""
 
+    memory = 4.4  # a clone more than the thread, and that of the save before goes late
     kind = "PROCESS"
 
 
 class DcpProcessShm(DcpProcess):
     """The process, and a stager whose thread copies into shared memory that both keep; the optimizer waits for it."""
+
+    memory = 2.5
 
     def start(self, state: State) -> None:
         super().start(state)

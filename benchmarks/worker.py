@@ -94,13 +94,16 @@ class Worker:
     # -- the commands --------------------------------------------------------------------------------------------
 
     def do_make(self) -> dict[str, Any]:
-        torch.set_num_threads(self.args.threads)
+        torch.set_num_threads(
+            1
+        )  # others make theirs meanwhile, and more threads than cores wait for each other, spinning
         self.matrix, self.product = torch.randn(512, 512), torch.empty(512, 512)
         self.state = self.system.make_state(self.args.mib, self.args.tensors)
         self.tensors = list(self.state.values())
         for number, tensor in enumerate(self.tensors):
             for at, numbers in pieces(self.rank, number, tensor):
                 tensor.detach().view(-1)[at : at + len(numbers)] = numbers
+        torch.set_num_threads(self.args.threads)
         return {
             "pid": os.getpid(),
             "state_bytes": sum(tensor.nbytes for tensor in self.tensors),

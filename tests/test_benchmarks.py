@@ -231,6 +231,25 @@ def test_restore_measures_memory_and_storage_cold_and_warm(tmp_path: Path, has_f
     assert "of torch.load" in text
 
 
+def test_what_does_not_fit_at_once_goes_in_batches_and_ours_is_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    conduct, crew = importlib.import_module("conduct"), importlib.import_module("crew")
+    monkeypatch.setattr(conduct, "usable_mib", lambda: 13_000)
+    ours = [spec for spec in conduct.specs_of("ours") if spec.target in conduct.BASE]
+    rivals = [
+        crew.Spec(names=(name,), variants=("",), target=f"systems:{name}", memory=memory)
+        for name, memory in (("small", 2.0), ("large", 5.0), ("late", 2.0))
+    ]
+    setting, plan = crew.Setting(mib=1000, tensors=1), conduct.Plan()
+    job = conduct.Job(part="systems", specs=[*ours, *rivals], setting=setting, plan=plan)
+    batches = [[name for spec in batch for name in spec.names] for batch in job.batches()]
+    assert [batch[-1] for batch in batches] == ["late", "large"], "the first gap is filled"
+    assert len(batches[0]) == 5 + 2 and batches[1] == [*conduct.AGAIN, "large"]
+    monkeypatch.setattr(conduct, "usable_mib", lambda: 10_000)
+    with pytest.raises(SystemExit, match="give a smaller --mib"):
+        job.batches()
+
+
 TRACE = """\
 7 pwrite64(5</w/.tmp-1>, ""..., 4096, 0) = 4096
 8 pwrite64(5</w/.tmp-1>, ""..., 8192, 4096 <unfinished ...>
