@@ -274,7 +274,7 @@ class Batch:
         with watched() if weighed else contextlib.nullcontext([0.0]) as more:
             found = crew.ask("save", step=step, variant=variant)
         if weighed:
-            self.held[name] = at_rest + max(more)
+            self.held[name] = max(0.0, at_rest + max(more))  # less than nothing: what ``make`` had needed went late
         crew.ask("forget", step=step)
         if repeat < 0:
             return
